@@ -1,0 +1,86 @@
+"""published: the channel moves to a build that has evidence."""
+
+import dagster as dg
+from pydantic import Field
+
+from tensorize_assets.assets.target import (
+    RETRIES,
+    failures,
+    require_one_build,
+    target_of,
+)
+from tensorize_assets.core import layout
+from tensorize_assets.core.publish import publish
+from tensorize_assets.core.records import ArtifactRecord, PublishedRecord, ReloadRecord
+from tensorize_assets.core.store import open_store
+from tensorize_assets.partitions import model_suffix
+from tensorize_assets.resources.catalog import CatalogResource
+from tensorize_assets.resources.keyring import KeyringResource
+
+
+class PublishConfig(dg.Config):
+    """How to publish."""
+
+    republish: bool = Field(
+        default=False,
+        description="Publish also a build that a rollback took out of service.",
+    )
+
+
+@dg.asset(
+    partitions_def=model_suffix,
+    group_name="tensorized_models",
+    code_version="1",
+    retry_policy=RETRIES,
+)
+def published(
+    context: dg.AssetExecutionContext,
+    config: PublishConfig,
+    artifact: ArtifactRecord,
+    reload_check: ReloadRecord,
+    catalog: CatalogResource,
+    keyring: KeyringResource,
+) -> dg.MaterializeResult[PublishedRecord]:
+    """The channel's newest entry. Believes the manifest and the evidence, not Dagster's state."""
+    with failures():
+        target = target_of(context, catalog)
+        require_one_build(context, artifact, reload_check)
+        store = open_store(target.root)
+        entry = publish(
+            store,
+            keyring.key(),
+            keyring.trusted(),
+            model=target.model,
+            suffix=target.suffix,
+            build_id=artifact.build_id,
+            directory=artifact.directory,
+            device=target.profile.reload_device,
+            republish=config.republish,
+        )
+        key = layout.channel_key(target.model, target.suffix)
+    held = entry.build_id != artifact.build_id
+    if held:
+        context.log.warning(
+            f"not published: a rollback took build {artifact.build_id} out of service; to publish "
+            "it again, materialize this asset with `republish: true`"
+        )
+    context.log.info(f"{store.uri(key)} is at entry {entry.number}: build {entry.build_id}")
+    return dg.MaterializeResult(
+        value=PublishedRecord(
+            model=target.model,
+            suffix=target.suffix,
+            build_id=artifact.build_id,
+            channel=key,
+            number=entry.number,
+        ),
+        metadata={
+            "channel": dg.PathMetadataValue(store.uri(key)),
+            "held_by_rollback": held,
+            "entry": entry.number,
+            "build_id": entry.build_id,
+            "commit": entry.commit,
+            "directory": dg.PathMetadataValue(store.uri(entry.directory)),
+            "device": entry.device,
+            "vllm_version": entry.vllm_version,
+        },
+    )

@@ -1,0 +1,295 @@
+"""reload_check: the artifact loaded as it will be served, and compared with its source."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import dagster as dg
+from pydantic import JsonValue
+
+from tensorize_assets.assets.reference_outputs import read_reference
+from tensorize_assets.assets.target import (
+    RETRIES,
+    Target,
+    failures,
+    require_one_build,
+    target_of,
+)
+from tensorize_assets.core import channel, compare
+from tensorize_assets.core.errors import EvidenceError, StoreError, TensorizeAssetsError
+from tensorize_assets.core.evidence import (
+    CheckOutcome,
+    Evidence,
+    LoadFigures,
+    read_evidence,
+    write_evidence,
+)
+from tensorize_assets.core.layout import evidence_key
+from tensorize_assets.core.manifest import StoredManifest, read_manifest
+from tensorize_assets.core.records import ArtifactRecord, ReferenceRecord, ReloadRecord
+from tensorize_assets.core.store import Store, open_store
+from tensorize_assets.core.tasks import ReferenceResult, ReloadRequest, ReloadResult
+from tensorize_assets.partitions import model_suffix
+from tensorize_assets.resources.catalog import CatalogResource
+from tensorize_assets.resources.keyring import KeyringResource
+from tensorize_assets.resources.launcher import SubprocessLauncher
+
+_KEY = dg.AssetKey("reload_check")
+
+
+@dg.asset(
+    key=_KEY,
+    partitions_def=model_suffix,
+    group_name="tensorized_models",
+    kinds={"vllm"},
+    code_version="1",
+    retry_policy=RETRIES,
+    pool="tensorize_worker",
+    check_specs=[
+        dg.AssetCheckSpec(
+            name=name,
+            asset=_KEY,
+            description=description,
+            blocking=True,
+            # Without it a check has one status for all partitions: a good model's pass would
+            # cover a bad one's failure.
+            partitions_def=model_suffix,
+        )
+        for name, description in compare.CHECKS.items()
+    ],
+)
+def reload_check(
+    context: dg.AssetExecutionContext,
+    artifact: ArtifactRecord,
+    reference_outputs: ReferenceRecord,
+    catalog: CatalogResource,
+    keyring: KeyringResource,
+    launcher: SubprocessLauncher,
+) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult[ReloadRecord]]:
+    """Evidence that this artifact loads and answers as its source does.
+
+    Every check emits a result whatever happens: Dagster lets downstream pass a blocking check
+    that says nothing.
+    """
+    try:
+        with failures():
+            target = target_of(context, catalog)
+            require_one_build(context, artifact, reference_outputs)
+            store = open_store(target.root)
+            stored = read_manifest(store, artifact.directory, keyring.trusted())
+            if stored is None or stored.sha256 != artifact.manifest_sha256:
+                raise EvidenceError(
+                    f"{store.uri(artifact.directory)} has lost its manifest, or has another than "
+                    "its record says; materialize the asset artifact again"
+                )
+            evidence = _passed_before(store, keyring, target, stored, reference_outputs)
+            fresh = evidence is None
+            if evidence is None:
+                reference = read_reference(store, reference_outputs.reference)
+                if reference is None:
+                    raise EvidenceError(
+                        f"{store.uri(reference_outputs.reference)} is gone; materialize "
+                        "reference_outputs again"
+                    )
+                reload = launcher.run(
+                    context, _request(store, target, stored, artifact), ReloadResult
+                ).result
+                perplexity = _published_perplexity(store, keyring, target, artifact.build_id)
+                evidence = _evidence(
+                    target, stored, reference_outputs, reference, reload, perplexity
+                )
+                write_evidence(store, keyring.key(), evidence)
+    except dg.Failure as failure:
+        yield from _results(context, compare.failed(failure.description or "not compared"))
+        raise
+    if fresh:
+        context.log.info(f"reloaded on {evidence.device_name}")
+    else:
+        context.log.info(f"evidence of {evidence.when:%Y-%m-%d %H:%M} UTC stands: not loaded again")
+    yield dg.MaterializeResult(
+        value=ReloadRecord(
+            model=target.model,
+            suffix=target.suffix,
+            build_id=artifact.build_id,
+            manifest_sha256=stored.sha256,
+            evidence=evidence_key(stored.sha256, evidence.device, evidence.vllm_version),
+            passed=evidence.passed,
+        ),
+        metadata=_metadata(evidence),
+        check_results=list(_results(context, evidence.checks)),
+    )
+
+
+def _request(
+    store: Store, target: Target, stored: StoredManifest, artifact: ArtifactRecord
+) -> ReloadRequest:
+    folder = store.local_path(artifact.directory)
+    if folder is None:
+        raise StoreError(f"{store.uri(artifact.directory)} is not on this machine's disk")
+    manifest = stored.manifest
+    return ReloadRequest(
+        model=target.model,
+        suffix=target.suffix,
+        folder=str(folder),
+        tensor_parallel_size=manifest.tensor_parallel_size,
+        dtype=manifest.dtype,
+        device=target.profile.reload_device,
+        prompts=target.profile.prompts,
+        deserialization_kwargs=target.profile.deserialization_kwargs,
+    )
+
+
+def _passed_before(
+    store: Store,
+    keyring: KeyringResource,
+    target: Target,
+    stored: StoredManifest,
+    reference: ReferenceRecord,
+) -> Evidence | None:
+    """Passing evidence for this manifest, device, vLLM and prompts; a failure is tried again."""
+    found = read_evidence(
+        store,
+        stored.sha256,
+        target.profile.reload_device,
+        stored.manifest.inputs.vllm,
+        keyring.trusted(),
+    )
+    if found is None or not found.passed or found.prompts_digest != reference.prompts_digest:
+        return None
+    if {check.name for check in found.checks} != compare.CHECKS.keys():
+        return None
+    return found
+
+
+def _published_perplexity(
+    store: Store, keyring: KeyringResource, target: Target, build_id: str
+) -> float | None:
+    """What the channel's current build had; None for a first build, or when it is this one."""
+    published = channel.read_channel(store, target.model, target.suffix, keyring.trusted())
+    if published is None or published.channel.current.build_id == build_id:
+        return None
+    entry = published.channel.current
+    try:
+        found = read_evidence(
+            store, entry.manifest_sha256, entry.device, entry.vllm_version, keyring.trusted()
+        )
+    except TensorizeAssetsError:
+        return None
+    return found.perplexity if found else None
+
+
+def _evidence(
+    target: Target,
+    stored: StoredManifest,
+    reference_record: ReferenceRecord,
+    reference: ReferenceResult,
+    reload: ReloadResult,
+    published_perplexity: float | None,
+) -> Evidence:
+    manifest = stored.manifest
+    checks = compare.outcomes(manifest, target.profile, reference, reload, published_perplexity)
+    return Evidence(
+        model=target.model,
+        suffix=target.suffix,
+        build_id=manifest.build_id,
+        manifest_sha256=stored.sha256,
+        device=target.profile.reload_device,
+        device_name=reload.device_name,
+        vllm_version=reload.vllm_version,
+        tensor_parallel_size=manifest.tensor_parallel_size,
+        dtype=manifest.dtype,
+        passed=all(check.passed for check in checks),
+        checks=checks,
+        perplexity=reload.answers.perplexity if reload.answers else None,
+        load=_figures(reload),
+        default_load_seconds=max((load.seconds for load in reference.loads), default=None),
+        prompts_digest=reference_record.prompts_digest,
+        when=datetime.now(UTC),
+    )
+
+
+def _figures(reload: ReloadResult) -> LoadFigures | None:
+    """All ranks together: they load at the same time, so the slowest is the load's time."""
+    if not reload.loads:
+        return None
+    seconds = max(load.seconds for load in reload.loads)
+    size = sum(load.bytes for load in reload.loads)
+    return LoadFigures(
+        bytes=size,
+        seconds=seconds,
+        bytes_per_second=size / seconds,
+        host_memory_before=sum(load.host_memory_before for load in reload.loads),
+        host_memory_after=sum(load.host_memory_after for load in reload.loads),
+    )
+
+
+def _results(
+    context: dg.AssetExecutionContext, checks: tuple[CheckOutcome, ...]
+) -> Iterator[dg.AssetCheckResult]:
+    for check in checks:
+        yield dg.AssetCheckResult(
+            asset_key=_KEY,
+            check_name=check.name,
+            passed=check.passed,
+            description=check.description,
+            severity=dg.AssetCheckSeverity.ERROR,
+            metadata={name: _shown(value) for name, value in check.metadata.items()},
+        )
+
+
+def _shown(value: JsonValue) -> dg.MetadataValue:
+    if isinstance(value, bool):
+        return dg.MetadataValue.bool(value)
+    if isinstance(value, int):
+        return dg.MetadataValue.int(value)
+    if isinstance(value, float):
+        return dg.MetadataValue.float(value)
+    return (
+        dg.MetadataValue.json(value)
+        if isinstance(value, list)
+        else dg.MetadataValue.text(str(value))
+    )
+
+
+def _metadata(evidence: Evidence) -> dict[str, dg.MetadataValue | str | int | float | bool]:
+    metadata: dict[str, dg.MetadataValue | str | int | float | bool] = {
+        "device": evidence.device,
+        "device_name": evidence.device_name,
+        "vllm_version": evidence.vllm_version,
+        "passed": evidence.passed,
+    }
+    if evidence.perplexity is not None:
+        metadata["perplexity"] = evidence.perplexity
+    for check in evidence.checks:
+        answers = check.metadata.get("answers")
+        if isinstance(answers, list) and answers and isinstance(answers[0], dict):
+            metadata["first_answer"] = f"{answers[0]['prompt']}{answers[0]['answer']}"
+    load = evidence.load
+    if load is not None:
+        metadata |= {
+            "load_bytes": load.bytes,
+            "load_seconds": load.seconds,
+            "load_bytes_per_second": load.bytes_per_second,
+            "host_memory_before": load.host_memory_before,
+            "host_memory_after": load.host_memory_after,
+            "loads": _load_table(evidence, load),
+        }
+    return metadata
+
+
+def _load_table(evidence: Evidence, load: LoadFigures) -> dg.MetadataValue:
+    rows = [
+        {
+            "loader": "tensorizer, every hash verified",
+            "seconds": round(load.seconds, 3),
+            "bytes_per_second": round(load.bytes_per_second),
+        }
+    ]
+    if evidence.default_load_seconds:
+        rows.append(
+            {
+                "loader": "vLLM's default (safetensors), no hash",
+                "seconds": round(evidence.default_load_seconds, 3),
+                "bytes_per_second": round(load.bytes / evidence.default_load_seconds),
+            }
+        )
+    return dg.MetadataValue.table([dg.TableRecord(row) for row in rows])

@@ -1,0 +1,471 @@
+"""The catalog: which models are built, and each way (suffix) they are built.
+
+`load_catalog` reads `models.yaml`; `catalog_check` finds the mistakes in one, with their lines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from tensorize_assets.core.errors import CatalogError
+
+DEFAULT_PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "To boil an egg, first",
+    "The three primary colours are red,",
+)
+
+# One-shot builds from the command line run under this suffix.
+RESERVED_SUFFIX = "adhoc"
+MAX_SUFFIX_LENGTH = 64
+# Far above any host; a bound keeps absurd numbers out of rank loops and file names.
+MAX_TENSOR_PARALLEL_SIZE = 1024
+
+_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]{0,94}[A-Za-z0-9_])?"
+MODEL_ID_PATTERN = rf"^(?!.*(?:--|\.\.))(?!.*\.git$)(?:{_NAME}/)?{_NAME}$"
+SUFFIX_PATTERN = (
+    r"^(?!.*\.\.)(?!.*\.[Jj][Ss][Oo][Nn]$)(?![Aa][Dd][Hh][Oo][Cc]$)"
+    rf"[A-Za-z0-9_][A-Za-z0-9_.\-]{{0,{MAX_SUFFIX_LENGTH - 1}}}$"
+)
+
+# What a value must be, by the argument's name. Arguments of TensorSerializer.__init__ and
+# TensorDeserializer.__init__ in tensorizer 2.10.1 (tensorizer/serialization.py), together with
+# the REFUSED ones below; core must not import tensorizer, so tests compare these with it.
+SERIALIZATION_ARGUMENTS: Mapping[str, Literal["switch", "count"]] = {
+    "compress_tensors": "switch",
+    "limit_cpu_concurrency": "count",
+}
+DESERIALIZATION_ARGUMENTS: Mapping[str, Literal["switch", "count"]] = {
+    "lazy_load": "switch",
+    "num_readers": "count",
+    "plaid_mode": "switch",
+    "plaid_mode_buffers": "count",
+    "verify_hash": "switch",
+}
+_MAX_COUNT = 1024
+
+_VLLM_DECIDES = "vLLM decides this argument itself and refuses it in a profile"
+REFUSED_SERIALIZATION_ARGUMENTS: Mapping[str, str] = {
+    "file_obj": "the builder names the file itself; remove this line",
+    "encryption": "keys never stand in a catalog, and the builder passes them itself; remove "
+    "this line",
+}
+# device, dtype and mode: BLACKLISTED_TENSORIZER_ARGS in vLLM 0.31.0,
+# vllm/model_executor/model_loader/tensorizer_loader.py.
+REFUSED_DESERIALIZATION_ARGUMENTS: Mapping[str, str] = {
+    "device": f"{_VLLM_DECIDES}; set reload_device (cuda or cpu) in the profile instead",
+    "dtype": f"{_VLLM_DECIDES}; set dtype in the profile instead",
+    "mode": f"{_VLLM_DECIDES}: a load always reads; remove this line",
+    "file_obj": "the loader names the file itself; remove this line",
+    "encryption": "keys never stand in a catalog, and the loader passes them itself; remove "
+    "this line",
+    "filter_func": "a function cannot be written in YAML, and a reload reads every tensor; "
+    "remove this line",
+}
+
+# A config.json is somebody else's file: a larger number is nonsense, not a model.
+_MAX_HEADS = 1_000_000
+# Where a config.json says how many attention heads there are.
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# The names, and their order, are those of vLLM 0.31.0: get_total_num_kv_heads in
+# vllm/transformers_utils/model_arch_config_convertor.py.
+_KV_HEADS = (
+    "n_head_kv",
+    "num_kv_heads",
+    "num_key_value_heads",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the known name nearest to `name`, else an empty string."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower()[:80], by_lower, n=1, cutoff=0.5)
+    return f"; did you mean {by_lower[near[0]]}?" if near else ""
+
+
+def _model_id(value: str) -> str:
+    # huggingface_hub.utils.validate_repo_id says the same, but importing it takes longer than
+    # reading the catalog; a test holds the two equal.
+    if re.fullmatch(MODEL_ID_PATTERN, value) is None:
+        raise ValueError(
+            "is not a Hub repo id: org/name or name, each of 1 to 96 letters, digits, - _ ., "
+            "starting and ending with a letter, digit or _, without -- or .., not ending in .git"
+        )
+    return value
+
+
+def _suffix(value: str) -> str:
+    problem = _suffix_problem(value)
+    if problem:
+        raise ValueError(problem)
+    return value
+
+
+def _suffix_problem(value: str) -> str | None:
+    allowed = "use letters, digits, . _ -"
+    if not value:
+        return f"a suffix is empty; {allowed}"
+    strange = next((c for c in value if not re.fullmatch(r"[A-Za-z0-9_.\-]", c)), None)
+    if strange is not None:
+        return f"a suffix cannot contain {strange!a}; {allowed}"
+    if value[0] in ".-":
+        return f"a suffix cannot start with {value[0]!r}; start with a letter or digit"
+    if ".." in value:
+        return f"a suffix cannot contain '..'; {allowed}"
+    if len(value) > MAX_SUFFIX_LENGTH:
+        return f"a suffix has at most {MAX_SUFFIX_LENGTH} characters, this one {len(value)}"
+    if value.lower() == RESERVED_SUFFIX:
+        return f"the suffix {RESERVED_SUFFIX} is reserved for one-shot builds; choose another name"
+    if value.lower().endswith(".json"):
+        return "a suffix cannot end in .json, which is the name of its channel file"
+    return None
+
+
+def _revision(value: str) -> str:
+    # What `git check-ref-format` refuses, as far as one can get it wrong by hand.
+    if not value or re.search(r"[\s\x00-\x1f\x7f~^:?*\[\\]|\.\.|@\{|//|^[/\-]|/$", value):
+        raise ValueError("is not a branch, tag or commit; write main, a tag, or a 40-digit commit")
+    return value
+
+
+def _root(value: str) -> str:
+    if "://" in value:
+        raise ValueError("is a URL; only a folder is supported")
+    if not value or value != value.strip() or re.search(r"[\x00-\x1f\x7f]", value):
+        raise ValueError("is not a folder; write a path such as artifacts, without blanks around")
+    if value.startswith("~"):
+        raise ValueError("~ is not expanded; write the whole path, or one relative to this file")
+    if "%" in value:
+        raise ValueError("cannot contain %: vLLM puts the rank into the path with %-formatting")
+    return value
+
+
+def _prompt(value: str) -> str:
+    if not value.strip():
+        raise ValueError("a prompt is empty; write some text or remove the line")
+    return value
+
+
+def _argument_problem(
+    name: str,
+    value: JsonValue,
+    known: Mapping[str, Literal["switch", "count"]],
+    refused: Mapping[str, str],
+) -> str | None:
+    if name in refused:
+        return refused[name]
+    if name not in known:
+        near = did_you_mean(name, known)
+        return f"tensorizer 2.10.1 has no such argument{near} (arguments: {', '.join(known)})"
+    if value is None:
+        return "has no value; write one, or remove the line for tensorizer's default"
+    if known[name] == "switch" and not isinstance(value, bool):
+        return "wants true or false"
+    if known[name] == "count" and (type(value) is not int or not 1 <= value <= _MAX_COUNT):
+        return f"wants a whole number from 1 to {_MAX_COUNT}"
+    if name == "verify_hash" and value is False:
+        return "cannot be false: a reload that checks no hash proves nothing; remove this line"
+    return None
+
+
+def _checked_arguments(
+    arguments: dict[str, JsonValue],
+    known: Mapping[str, Literal["switch", "count"]],
+    refused: Mapping[str, str],
+) -> dict[str, JsonValue]:
+    errors = [
+        InitErrorDetails(
+            type=PydanticCustomError("tensorizer_argument", "{reason}", {"reason": problem}),
+            loc=(name,),
+            # The value may be a key that somebody put here by mistake.
+            input="(not shown)",
+        )
+        for name, value in arguments.items()
+        if (problem := _argument_problem(name, value, known, refused))
+    ]
+    if errors:
+        raise ValidationError.from_exception_data("tensorizer arguments", errors)
+    return arguments
+
+
+def _serialization(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    return _checked_arguments(arguments, SERIALIZATION_ARGUMENTS, REFUSED_SERIALIZATION_ARGUMENTS)
+
+
+def _deserialization(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    return _checked_arguments(
+        arguments, DESERIALIZATION_ARGUMENTS, REFUSED_DESERIALIZATION_ARGUMENTS
+    )
+
+
+def _arguments_schema(known: Mapping[str, Literal["switch", "count"]]) -> dict[str, Any]:
+    kinds: dict[str, dict[str, Any]] = {
+        "switch": {"type": "boolean"},
+        "count": {"type": "integer", "minimum": 1, "maximum": _MAX_COUNT},
+    }
+    properties = {name: kinds[kind] for name, kind in known.items()}
+    if "verify_hash" in properties:
+        properties["verify_hash"] = {"const": True}
+    return {"properties": properties, "additionalProperties": False}
+
+
+ModelId = Annotated[
+    str,
+    AfterValidator(_model_id),
+    WithJsonSchema({"type": "string", "pattern": MODEL_ID_PATTERN}),
+]
+Suffix = Annotated[
+    str, AfterValidator(_suffix), WithJsonSchema({"type": "string", "pattern": SUFFIX_PATTERN})
+]
+Prompt = Annotated[
+    str, AfterValidator(_prompt), WithJsonSchema({"type": "string", "pattern": r"\S"})
+]
+
+
+class Profile(BaseModel):
+    """One way to build a model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    revision: Annotated[str, AfterValidator(_revision)] = Field(
+        default="main",
+        description="Branch, tag or commit of the Hub repo.",
+        min_length=1,
+        max_length=200,
+    )
+    track: Literal["follow", "pin"] = Field(
+        default="follow",
+        description="follow: build again when the revision moves. pin: stay at the commit that "
+        "the revision had at the first build.",
+    )
+    tensor_parallel_size: int = Field(
+        default=1,
+        strict=True,
+        ge=1,
+        le=MAX_TENSOR_PARALLEL_SIZE,
+        description="Number of devices the model is split over; one shard file is written for "
+        "each. Must divide the model's attention heads.",
+    )
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="Type that the weights are stored in. auto: what vLLM chooses from the "
+        "model's config.json.",
+    )
+    reload_device: Literal["cuda", "cpu"] = Field(
+        description="Device on which the finished artifact is loaded again and compared before "
+        "it is published. There is no default: choose the proof you want.",
+    )
+    serialization_kwargs: Annotated[dict[str, JsonValue], AfterValidator(_serialization)] = Field(
+        default={},
+        description="Arguments for tensorizer's TensorSerializer. A change is a new build.",
+        json_schema_extra=_arguments_schema(SERIALIZATION_ARGUMENTS),
+    )
+    deserialization_kwargs: Annotated[dict[str, JsonValue], AfterValidator(_deserialization)] = (
+        Field(
+            default={},
+            description="Arguments for tensorizer's TensorDeserializer when the artifact is "
+            "reloaded. device, dtype and mode are vLLM's own and refused.",
+            json_schema_extra=_arguments_schema(DESERIALIZATION_ARGUMENTS),
+        )
+    )
+    prompts: tuple[Prompt, ...] = Field(
+        default=DEFAULT_PROMPTS,
+        min_length=1,
+        description="Prompts whose greedy answers must be the same from the source model and "
+        "from the artifact.",
+    )
+    max_perplexity: float = Field(
+        default=500.0,
+        strict=True,
+        gt=1,
+        allow_inf_nan=False,
+        description="A first build is refused when its perplexity on the bundled text is higher.",
+    )
+    perplexity_tolerance: float = Field(
+        default=0.10,
+        strict=True,
+        gt=0,
+        allow_inf_nan=False,
+        description="A later build is refused when its perplexity is higher than the published "
+        "build's by more than this fraction: 0.1 is 10 %.",
+    )
+
+
+class ModelEntry(BaseModel):
+    """One model and the ways to build it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    profiles: dict[Suffix, Profile] = Field(
+        min_length=1,
+        description="Ways to build the model, by suffix: a short label such as v1 or v1-tp2 that "
+        "names the artifact and its channel.",
+        json_schema_extra={"additionalProperties": False},
+    )
+
+
+class Catalog(BaseModel):
+    """Every model that is built."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    root: Annotated[str, AfterValidator(_root)] = Field(
+        description="Folder that artifacts are written to, relative to this file.", min_length=1
+    )
+    models: dict[ModelId, ModelEntry] = Field(
+        description="Models by their Hub repo id: org/name.",
+        json_schema_extra={"additionalProperties": False},
+    )
+
+    def profile(self, model: str, suffix: str) -> Profile:
+        """The profile of a pair. Raises CatalogError, naming what is near, when there is none."""
+        entry = self.models.get(model)
+        if entry is None:
+            near = difflib.get_close_matches(model, self.models, n=3, cutoff=0.4)
+            raise CatalogError(
+                f"{model} (suffix {suffix}) is not in the catalog; add it under models:, or use "
+                f"one of: {_some(near or self.models)}"
+            )
+        profile = entry.profiles.get(suffix)
+        if profile is None:
+            raise CatalogError(
+                f"{model} has no suffix {suffix} in the catalog; add it under the model's "
+                f"profiles:, or use one of: {_some(entry.profiles)}"
+            )
+        return profile
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Every (model, suffix), in the file's order."""
+        for model, entry in self.models.items():
+            for suffix in entry.profiles:
+                yield model, suffix
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - 10} more" if len(listed) > 10 else ""
+    return (", ".join(listed[:10]) or "(none)") + more
+
+
+def to_partition_key(model: str) -> str:
+    """`facebook/opt-125m` as `facebook--opt-125m`: Dagster nests keys with `/` into folders.
+
+    Raises CatalogError for what is not a Hub repo id.
+    """
+    return _valid_model(model).replace("/", "--")
+
+
+def from_partition_key(key: str) -> str:
+    """The repo id of a partition key: the reverse of `to_partition_key`. Raises CatalogError."""
+    return _valid_model(key.replace("--", "/", 1))
+
+
+def _valid_model(model: str) -> str:
+    try:
+        return _model_id(model)
+    except ValueError as error:
+        raise CatalogError(f"{model!a} {error}") from None
+
+
+def byte_fields(profile: Profile) -> dict[str, JsonValue]:
+    """The profile's fields that change stored bytes: those, and no others, go into the build id."""
+    return {
+        "dtype": profile.dtype,
+        # All of them, although today's arguments change no byte: which ones do is tensorizer's
+        # business and may change, and a needless build is better than a stale one.
+        "serialization_kwargs": dict(profile.serialization_kwargs),
+        "tensor_parallel_size": profile.tensor_parallel_size,
+    }
+
+
+def check_tensor_parallel(profile: Profile, config: Mapping[str, Any]) -> str | None:
+    """What is wrong with the profile's tensor_parallel_size for a model's config.json, or None.
+
+    None also when the config does not say how many heads there are; vLLM has the last word.
+    """
+    return tensor_parallel_problem(profile.tensor_parallel_size, config)
+
+
+def tensor_parallel_problem(size: int, config: Mapping[str, Any]) -> str | None:
+    """See `check_tensor_parallel`; rules of vLLM 0.31.0.
+
+    `size` must divide the attention heads: verify_with_parallel_config in vllm/config/model.py.
+    It must divide the KV heads, or be a multiple of them (they are then replicated):
+    QKVParallelLinear in vllm/model_executor/layers/linear.py, and the assertions in LlamaAttention
+    (models/llama.py; gemma.py and qwen2.py alike). OPT, GPT-2 and GPT-NeoX have no KV heads of
+    their own. With MLA, KV heads do not matter (get_num_kv_heads in vllm/config/model.py).
+    """
+    text = _mapping(config.get("text_config"))
+    source = text if _first_count(text, _HEADS) else config
+    found = _first_count(source, _HEADS)
+    if found is None:
+        return None
+    heads_name, heads = found
+    kv_name, kv_heads = _first_count(source, _KV_HEADS) or found
+    if source.get("kv_lora_rank") is not None:
+        kv_heads = heads
+    working = [
+        n
+        for n in range(1, min(heads, MAX_TENSOR_PARALLEL_SIZE) + 1)
+        if heads % n == 0 and _fits_kv_heads(n, kv_heads)
+    ]
+    remedy = f"sizes that work: {', '.join(map(str, working))}"
+    if heads % size:
+        return (
+            f"tensor_parallel_size {size} does not divide the model's {heads} attention heads "
+            f"({heads_name} in config.json); {remedy}"
+        )
+    if not _fits_kv_heads(size, kv_heads):
+        return (
+            f"tensor_parallel_size {size} neither divides the model's {kv_heads} KV heads "
+            f"({kv_name} in config.json) nor is a multiple of them; {remedy}"
+        )
+    return None
+
+
+def _fits_kv_heads(size: int, kv_heads: int) -> bool:
+    return kv_heads % size == 0 or size % kv_heads == 0
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def _first_count(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int] | None:
+    for name in names:
+        value = config.get(name)
+        if type(value) is int and 0 < value <= _MAX_HEADS:
+            return name, value
+    return None
+
+
+def load_catalog(path: Path) -> Catalog:
+    """The catalog in a YAML file.
+
+    Raises CatalogError with every mistake, one a line: `FILE:LINE: FIELD: what is wrong`.
+    """
+    # catalog_check builds on the models above.
+    from tensorize_assets.core.catalog_check import read_catalog
+
+    catalog, problems = read_catalog(path)
+    if catalog is None:
+        raise CatalogError("\n".join(map(str, problems)))
+    return catalog

@@ -1,0 +1,570 @@
+"""Finds every mistake in a catalog file at once, each with its line and field.
+
+The file is composed into YAML nodes, which know their lines, read into plain values by
+`_read_node`, and validated by the models in catalog.py; errors find their lines back by path.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from tensorize_assets.core.catalog import (
+    Catalog,
+    ModelEntry,
+    Profile,
+    did_you_mean,
+    tensor_parallel_problem,
+)
+
+# PyYAML reads about 200 KB/s: a larger file would hold up whatever loads the catalog.
+MAX_FILE_BYTES = 256 * 1024
+# Aliases let a small file stand for a huge one ("billion laughs").
+MAX_VALUES = 50_000
+MAX_DEPTH = 20
+# Python reads base-60 numbers in quadratic time, and refuses decimal ones of 4,300 digits.
+MAX_NUMBER_LENGTH = 100
+
+KnownConfig = Callable[[str, str], Mapping[str, Any] | None]
+
+_Path = tuple[str | int, ...]
+
+_YAML = "tag:yaml.org,2002:"
+_TEXT_TAGS = (f"{_YAML}str", f"{_YAML}value")
+_PLAIN_TAGS = {
+    f"{_YAML}bool": "a boolean",
+    f"{_YAML}int": "a number",
+    f"{_YAML}float": "a number",
+    f"{_YAML}null": "no value",
+}
+_SHAPE = "a catalog is a mapping with the keys root and models"
+_UNREADABLE_SCALAR = (ValueError, KeyError, IndexError, OverflowError)
+
+
+class Problem(BaseModel):
+    """One mistake in a catalog file. `str()` gives `FILE:LINE: FIELD: MESSAGE`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str = Field(description="The catalog file, as it was named.")
+    line: int = Field(description="Line in the file, from 1; 0 when the file could not be read.")
+    field: str = Field(description="Path of the field, joined by dots; empty for the whole file.")
+    message: str = Field(description="What is wrong and what to do.")
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return ": ".join(part for part in (place, self.field, self.message) if part)
+
+
+class _Spot(NamedTuple):
+    line: int
+    column: int
+    node: Node
+
+
+class _Mistake(NamedTuple):
+    line: int
+    column: int
+    message: str
+    path: _Path
+
+
+@dataclass
+class _Tree:
+    """The value at a path of the file, and where its parts stand.
+
+    The whole file is one tree; the second of two equal keys starts another, so that the
+    mistakes below it are found too.
+    """
+
+    path: _Path
+    value: JsonValue = None
+    spots: dict[_Path, _Spot] = field(default_factory=dict[_Path, _Spot])
+    # Already reported; what pydantic says about the gap there would be noise.
+    unreadable: set[_Path] = field(default_factory=set[_Path])
+
+
+@dataclass
+class _Reading:
+    mistakes: list[_Mistake] = field(default_factory=list[_Mistake])
+    trees: list[_Tree] = field(default_factory=list[_Tree])
+    values: int = 0
+
+
+class _UnreadableError(Exception):
+    """Ends the reading of a file; carries the line."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def check_catalog(path: Path | str, known_config: KnownConfig | None = None) -> tuple[Problem, ...]:
+    """Every mistake in a catalog file, in the file's order; empty when there is none.
+
+    `known_config(model, revision)` gives a model's config.json when it is at hand, else None;
+    with it, each tensor_parallel_size is held against the model's attention heads. Raises nothing
+    of its own: a file that is missing or no YAML is a Problem too.
+    """
+    return read_catalog(path, known_config)[1]
+
+
+def read_catalog(
+    path: Path | str, known_config: KnownConfig | None = None
+) -> tuple[Catalog | None, tuple[Problem, ...]]:
+    """The catalog and no problems, or None and every problem: see `check_catalog`."""
+    file = str(path)
+    try:
+        root = _compose(_text(Path(path)))
+        reading = _Reading()
+        tree = _Tree(())
+        reading.trees.append(tree)
+        tree.value = _read_node(reading, tree, root, (), ())
+    except _UnreadableError as error:
+        return None, (Problem(file=file, line=error.line, field="", message=str(error)),)
+
+    catalog = None
+    for tree in reading.trees:
+        catalog = _validate(reading, tree) or catalog
+        _check_names(reading, tree)
+        if known_config:
+            _check_tensor_parallel(reading, tree, known_config)
+    if not reading.mistakes:
+        return catalog, ()
+    # The same mistake in a mapping that is merged into several is made, and mended, once.
+    unique = {mistake[:3]: mistake for mistake in sorted(reading.mistakes, reverse=True, key=_key)}
+    problems = tuple(
+        Problem(file=file, line=m.line, field=".".join(map(_shown, m.path)), message=m.message)
+        for m in sorted(unique.values(), key=_key)
+    )
+    return None, problems
+
+
+def _key(mistake: _Mistake) -> tuple[int, int, tuple[str, ...], str]:
+    return mistake.line, mistake.column, tuple(map(str, mistake.path)), mistake.message
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise _UnreadableError(0, "no such file; create the catalog or name another file") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "a path cannot contain NUL"
+        raise _UnreadableError(0, f"cannot be read: {reason}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise _UnreadableError(
+            0, f"larger than {MAX_FILE_BYTES // 1024} KiB; a catalog is a short, hand-made file"
+        )
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _UnreadableError(
+            line, f"not UTF-8 (byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
+        ) from None
+
+
+def _compose(text: str) -> Node:
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        raise _not_yaml(error) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, int(error.position)) + 1
+        raise _UnreadableError(line, f"not YAML: {error.reason}; remove the character") from None
+    except (ValueError, OverflowError, IndexError, RecursionError) as error:
+        # PyYAML recurses into brackets, and trusts escapes such as "\UFFFFFFFF".
+        deep = isinstance(error, RecursionError)
+        what = f"nested deeper than {MAX_DEPTH} levels" if deep else "an escape names no character"
+        line = loader.line + 1 if loader else 1
+        raise _UnreadableError(line, f"not YAML: {what}; {_SHAPE}") from None
+    if root is None or (isinstance(root, ScalarNode) and root.tag == f"{_YAML}null"):
+        raise _UnreadableError(1, f"empty; {_SHAPE}")
+    if not isinstance(root, MappingNode):
+        raise _UnreadableError(_line(root), f"holds {_got(root)}; {_SHAPE}")
+    return root
+
+
+def _not_yaml(error: yaml.MarkedYAMLError) -> _UnreadableError:
+    what = error.problem or "cannot be parsed"
+    hint = "; indent with spaces" if "'\\t'" in what else ""
+    mark, start = error.problem_mark, error.context_mark
+    line = mark.line + 1 if mark else 1
+    # What is wrong often shows only lines later, where something else was expected.
+    since = f" ({error.context} from line {start.line + 1})" if start and error.context else ""
+    return _UnreadableError(line, f"not YAML: {what}{since}{hint}")
+
+
+def _line(node: Node) -> int:
+    return node.start_mark.line + 1
+
+
+def _read_node(
+    reading: _Reading, tree: _Tree, node: Node, path: _Path, above: tuple[int, ...]
+) -> JsonValue:
+    reading.values += 1
+    if reading.values > MAX_VALUES:
+        raise _UnreadableError(
+            _line(node), f"more than {MAX_VALUES} values, aliases counted; use fewer aliases"
+        )
+    if id(node) in above:
+        return _refuse(reading, tree, node, path, "an alias refers to what it stands in; remove it")
+    if len(above) >= MAX_DEPTH:
+        raise _UnreadableError(_line(node), f"nested deeper than {MAX_DEPTH} levels; {_SHAPE}")
+    if isinstance(node, MappingNode) and node.tag == f"{_YAML}map":
+        return _read_mapping(reading, tree, node, path, (*above, id(node)))
+    if isinstance(node, SequenceNode) and node.tag == f"{_YAML}seq":
+        items: list[JsonValue] = []
+        for index, item in enumerate(node.value):
+            here = (*path, index)
+            tree.spots[here] = _Spot(_line(item), item.start_mark.column + 1, item)
+            items.append(_read_node(reading, tree, item, here, (*above, id(node))))
+        return items
+    if isinstance(node, ScalarNode) and (node.tag in _TEXT_TAGS or node.tag in _PLAIN_TAGS):
+        return _read_scalar(reading, tree, node, path)
+    if node.tag == f"{_YAML}timestamp":
+        return _refuse(reading, tree, node, path, _quote_it(node, "a date"))
+    if node.tag == f"{_YAML}merge":
+        return _refuse(reading, tree, node, path, 'write "<<" in quotes if it is meant as text')
+    return _refuse(reading, tree, node, path, _refused_tag(node))
+
+
+def _refused_tag(node: Node) -> str:
+    tag = node.tag.replace(_YAML, "!!")
+    return f"the tag {_shown(tag)} is not allowed: a catalog holds plain values; remove the tag"
+
+
+def _read_scalar(reading: _Reading, tree: _Tree, node: ScalarNode, path: _Path) -> JsonValue:
+    if node.tag in _TEXT_TAGS:
+        return node.value
+    try:
+        if len(node.value) > MAX_NUMBER_LENGTH:
+            raise ValueError
+        return cast("JsonValue", yaml.constructor.SafeConstructor().construct_object(node))  # pyright: ignore[reportUnknownMemberType]
+    except _UNREADABLE_SCALAR:
+        message = f"{_shown(node.value)} cannot be read as {_PLAIN_TAGS[node.tag]}"
+        return _refuse(reading, tree, node, path, message)
+
+
+def _read_mapping(
+    reading: _Reading, tree: _Tree, node: MappingNode, path: _Path, above: tuple[int, ...]
+) -> dict[str, JsonValue]:
+    value: dict[str, JsonValue] = {}
+    merges: list[Node] = []
+    for key_node, value_node in node.value:
+        if key_node.tag == f"{_YAML}merge":
+            if merges:
+                message = "<< stands here twice; write one: <<: [*first, *second]"
+                _report(reading, key_node, (*path, "<<"), message)
+            merges.append(value_node)
+            continue
+        key = _read_key(reading, key_node, path)
+        if key is None:
+            continue
+        here = (*path, key)
+        spot = _Spot(_line(key_node), key_node.start_mark.column + 1, value_node)
+        if key not in value:
+            tree.spots[here] = spot
+            value[key] = _read_node(reading, tree, value_node, here, above)
+            continue
+        first = tree.spots[here].line
+        message = f"this {_kind(here)} stands here twice, first on line {first}; remove one"
+        _report(reading, key_node, here, message)
+        other = _Tree(here, spots={here: spot})
+        reading.trees.append(other)
+        other.value = _read_node(reading, other, value_node, here, above)
+    for merge in merges:
+        _merge(reading, tree, merge, path, above, value)
+    return value
+
+
+def _merge(
+    reading: _Reading,
+    tree: _Tree,
+    merge: Node,
+    path: _Path,
+    above: tuple[int, ...],
+    value: dict[str, JsonValue],
+) -> None:
+    """Adds what `<<` brings to `value`; keys that are there win, and earlier mappings."""
+    for source in merge.value if isinstance(merge, SequenceNode) else [merge]:
+        if not isinstance(source, MappingNode):
+            message = f"merges {_got(source)}; name a mapping: <<: *anchor"
+            _report(reading, source, (*path, "<<"), message)
+            continue
+        inner = _Tree(path)
+        merged = _read_node(reading, inner, source, path, above)
+        if not isinstance(merged, dict):
+            tree.unreadable |= inner.unreadable
+            continue
+        new = merged.keys() - value.keys()
+        value.update((key, item) for key, item in merged.items() if key in new)
+        depth = len(path)
+        tree.spots.update(kv for kv in inner.spots.items() if kv[0][depth] in new)
+        tree.unreadable |= {p for p in inner.unreadable if p == path or p[depth] in new}
+
+
+def _read_key(reading: _Reading, node: Node, path: _Path) -> str | None:
+    if not isinstance(node, ScalarNode):
+        _report(reading, node, path, f"a key must be text, not {_got(node)}")
+        return None
+    if node.tag in _TEXT_TAGS and node.value:
+        return node.value
+    if node.tag in _TEXT_TAGS or node.value == "":
+        _report(reading, node, path, "a key is empty; write a name before the colon")
+        return None
+    if node.tag in _PLAIN_TAGS or node.tag == f"{_YAML}timestamp":
+        kind = _PLAIN_TAGS.get(node.tag, "a date")
+        _report(reading, node, (*path, node.value), _quote_it(node, kind))
+        return node.value
+    _report(reading, node, (*path, node.value), _refused_tag(node))
+    return node.value
+
+
+def _report(reading: _Reading, node: Node, path: _Path, message: str) -> None:
+    mistake = _Mistake(_line(node), node.start_mark.column + 1, message, path)
+    reading.mistakes.append(mistake)
+
+
+def _refuse(reading: _Reading, tree: _Tree, node: Node, path: _Path, message: str) -> None:
+    _report(reading, node, path, message)
+    tree.unreadable.add(path)
+
+
+def _kind(path: _Path) -> str:
+    match path:
+        case ("models", _):
+            return "model"
+        case ("models", _, "profiles", _):
+            return "suffix"
+        case _:
+            return "key"
+
+
+def _nest(tree: _Tree) -> JsonValue:
+    """The tree's value inside the mappings that lead to it."""
+    return functools.reduce(_under, reversed(tree.path), tree.value)
+
+
+def _under(value: JsonValue, key: str | int) -> JsonValue:
+    return {str(key): value}
+
+
+def _spot(tree: _Tree, path: _Path) -> _Spot | None:
+    """Where the deepest known part of a path stands."""
+    for end in range(len(path), -1, -1):
+        if spot := tree.spots.get(path[:end]):
+            return spot
+    return None
+
+
+def _add(reading: _Reading, tree: _Tree, path: _Path, message: str) -> None:
+    spot = _spot(tree, path)
+    line, column = (spot.line, spot.column) if spot else (1, 1)
+    reading.mistakes.append(_Mistake(line, column, message, path))
+
+
+def _validate(reading: _Reading, tree: _Tree) -> Catalog | None:
+    try:
+        return Catalog.model_validate(_nest(tree))
+    except ValidationError as invalid:
+        errors = invalid.errors(include_url=False)
+    depth = len(tree.path)
+    for error in errors:
+        path: _Path = error["loc"]
+        if error["type"] == "value_error" and path[-1] == "[key]":
+            path = path[:-1]
+        if path[:depth] != tree.path or any(
+            path[:end] in tree.unreadable for end in range(len(path) + 1)
+        ):
+            continue
+        spot = tree.spots.get(path)
+        if error["type"] == "too_short" and spot and spot.node.value:
+            # Pydantic counts only the valid items, and the others have their own errors.
+            continue
+        _add(reading, tree, path, _explain(tree, path, error["type"], error))
+    return None
+
+
+def _explain(tree: _Tree, path: _Path, kind: str, error: Mapping[str, Any]) -> str:
+    """Pydantic's error in the words of somebody who edits YAML."""
+    spot = tree.spots.get(path)
+    node = spot.node if spot else None
+    limits: Mapping[str, Any] = error.get("ctx", {})
+    match kind:
+        case "missing":
+            return _missing(path)
+        case "extra_forbidden":
+            return _unknown_key(path)
+        case "literal_error":
+            return _not_one_of(path, node)
+        case "string_type":
+            return _not_text(node)
+        case "int_type" | "float_type":
+            return _not_number(node, "a whole number" if kind == "int_type" else "a number")
+        case "dict_type" | "model_type":
+            return f"wants a mapping (lines of key: value), not {_got(node)}"
+        case "tuple_type":
+            return f"wants a list (lines of - text), not {_got(node)}"
+        case "string_too_short":
+            return "is empty; write a value, or remove the key"
+        case "string_too_long":
+            return f"is longer than {limits['max_length']} characters"
+        case "too_short":
+            return "is empty; write at least one, or remove the key"
+        case "greater_than" | "greater_than_equal" | "less_than_equal":
+            bound = next(iter(limits.values()))
+            words = {"greater_than": "more than", "greater_than_equal": "at least"}
+            return f"must be {words.get(kind, 'at most')} {bound:g}, not {_got(node)}"
+        case "finite_number":
+            return f"must be a finite number, not {_got(node)}"
+        case "value_error":
+            return str(limits["error"])
+        case _:
+            return str(error["msg"])
+
+
+def _missing(path: _Path) -> str:
+    match path:
+        case (*_, "reload_device"):
+            return (
+                "is missing: write reload_device: cuda or reload_device: cpu (no default, because "
+                "it decides what proof the build gets)"
+            )
+        case ("root",):
+            return "is missing: write root: artifacts, or another folder"
+        case ("models",):
+            return "is missing: write models: and under it a line org/name: for each model"
+        case _:
+            return f"is missing: write {path[-1]}: and under it a line v1: for each suffix"
+
+
+def _unknown_key(path: _Path) -> str:
+    key = str(path[-1])
+    owner = {1: Catalog, 3: ModelEntry}.get(len(path), Profile)
+    known = owner.model_fields
+    if owner is ModelEntry and key in Profile.model_fields:
+        return "belongs to a profile: write it under profiles: and a suffix such as v1:"
+    if owner is Catalog and "/" in key:
+        return "is a model: write it under models:"
+    return f"unknown key{did_you_mean(key, known)} (keys here: {', '.join(known)})"
+
+
+def _not_one_of(path: _Path, node: Node | None) -> str:
+    options: tuple[str, ...] = get_args(Profile.model_fields[str(path[-1])].annotation)
+    near = ""
+    if isinstance(node, ScalarNode) and node.tag in _TEXT_TAGS:
+        near = did_you_mean(node.value, options)
+    return f"must be one of {', '.join(options)}, not {_got(node)}{near}"
+
+
+def _not_text(node: Node | None) -> str:
+    if isinstance(node, ScalarNode) and node.value and node.tag in _PLAIN_TAGS:
+        return _quote_it(node, _PLAIN_TAGS[node.tag])
+    return f"wants text, not {_got(node)}"
+
+
+def _not_number(node: Node | None, wanted: str) -> str:
+    hint = ""
+    if isinstance(node, ScalarNode) and node.tag in _TEXT_TAGS:
+        try:
+            number = float(node.value)
+        except ValueError:
+            pass
+        else:
+            hint = f"; write {number:g}" + (" without quotes" if node.style else "")
+    return f"wants {wanted}, not {_got(node)}{hint}"
+
+
+def _got(node: Node | None) -> str:
+    """What stands there, shortened, for the end of a sentence."""
+    if isinstance(node, MappingNode):
+        return "a mapping"
+    if isinstance(node, SequenceNode):
+        return "a list"
+    if not isinstance(node, ScalarNode) or (node.tag not in _TEXT_TAGS and node.value == ""):
+        return "nothing"
+    if node.tag in _TEXT_TAGS:
+        return f"the text {_cut(node.value)!r}" if node.value.isprintable() else "such a text"
+    if node.tag == f"{_YAML}bool":
+        return f"{_shown(node.value)} (YAML reads it as a boolean)"
+    return _shown(node.value)
+
+
+def _quote_it(node: Node, kind: str) -> str:
+    text = _shown(node.value)
+    return f'YAML reads {text} as {kind}; quote it: "{text}"'
+
+
+def _shown(value: object) -> str:
+    text = _cut(str(value))
+    return text if text.isprintable() else ascii(text)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _profiles(value: JsonValue) -> Iterator[tuple[str, str, dict[str, JsonValue]]]:
+    models = value.get("models") if isinstance(value, dict) else None
+    for model, entry in models.items() if isinstance(models, dict) else ():
+        profiles = entry.get("profiles") if isinstance(entry, dict) else None
+        for suffix, profile in profiles.items() if isinstance(profiles, dict) else ():
+            if isinstance(profile, dict):
+                yield model, suffix, profile
+
+
+def _check_names(reading: _Reading, tree: _Tree) -> None:
+    """Names that differ as text but not as partitions, or as folders where case does not count."""
+    root = _nest(tree)
+    models = root.get("models") if isinstance(root, dict) else None
+    if not isinstance(models, dict):
+        return
+    _check_alike(reading, tree, ("models",), list(models))
+    for model, entry in models.items():
+        profiles = entry.get("profiles") if isinstance(entry, dict) else None
+        if isinstance(profiles, dict):
+            _check_alike(reading, tree, ("models", model, "profiles"), list(profiles))
+
+
+def _check_alike(reading: _Reading, tree: _Tree, path: _Path, names: list[str]) -> None:
+    first: dict[str, str] = {}
+    for name in names:
+        other = first.setdefault(name.replace("/", "--").casefold(), name)
+        if other == name:
+            continue
+        what = _kind((*path, name))
+        if what == "suffix":
+            why = "their folders are the same on disks that ignore case"
+        elif other.casefold() == name.casefold():
+            why = "the Hub takes both for one model, and their folders may be the same"
+        else:
+            why = "both have the partition key " + _shown(name.replace("/", "--"))
+        spot = _spot(tree, (*path, other))
+        line = f" (line {spot.line})" if spot else ""
+        message = f"too much like the {what} {_shown(other)}{line}: {why}; keep one"
+        _add(reading, tree, (*path, name), message)
+
+
+def _check_tensor_parallel(reading: _Reading, tree: _Tree, known_config: KnownConfig) -> None:
+    for model, suffix, profile in _profiles(_nest(tree)):
+        size = profile.get("tensor_parallel_size")
+        revision = profile.get("revision", "main")
+        if type(size) is not int or size < 2 or not isinstance(revision, str):
+            continue
+        config = known_config(model, revision)
+        problem = tensor_parallel_problem(size, config) if config else None
+        if problem:
+            path = ("models", model, "profiles", suffix, "tensor_parallel_size")
+            _add(reading, tree, path, problem)

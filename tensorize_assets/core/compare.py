@@ -1,0 +1,220 @@
+"""The reload's checks: pure comparisons of what the worker brought back. Each always answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from tensorize_assets.core.catalog import Profile
+from tensorize_assets.core.evidence import CheckOutcome
+from tensorize_assets.core.manifest import Manifest
+from tensorize_assets.core.tasks import Answers, ReferenceResult, ReloadResult
+
+# Largest difference of a log-probability (natural logarithm) at one position that rounding in the
+# type explains; on one device and one TP the two loads usually agree to the bit.
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+_SHOWN = 5
+
+
+def prompts_digest(prompts: tuple[str, ...]) -> str:
+    """Short name of a set of prompts: 12 hex digits over all of them."""
+    whole = hashlib.sha256()
+    for prompt in prompts:
+        whole.update(len(prompt.encode()).to_bytes(8, "big") + prompt.encode())
+    return whole.hexdigest()[:12]
+
+
+def outcomes(
+    manifest: Manifest,
+    profile: Profile,
+    reference: ReferenceResult,
+    reload: ReloadResult,
+    published_perplexity: float | None,
+) -> tuple[CheckOutcome, ...]:
+    """Every check of `CHECKS`, in order."""
+    if reload.error is not None:
+        loaded = _outcome("artifact_loads", False, f"vLLM did not load it: {reload.error[:1500]}")
+    else:
+        loaded = _outcome("artifact_loads", True, f"loaded on {reload.device_name}")
+    answers = reload.answers
+    return (
+        loaded,
+        _if_answered("token_ids_equal", answers, lambda got: _tokens(reference.answers, got)),
+        _if_answered(
+            "logprobs_close", answers, lambda got: _logprobs(reference.answers, got, manifest.dtype)
+        ),
+        _hashes(manifest, reload),
+        _complete(manifest, reload),
+        _finite(reload),
+        _if_answered(
+            "perplexity_sane", answers, lambda got: _perplexity(got, profile, published_perplexity)
+        ),
+    )
+
+
+CHECKS = {
+    "artifact_loads": "vLLM loads the artifact with load_format=tensorizer and verify_hash.",
+    "token_ids_equal": "Greedy token ids of the artifact and of the source are the same.",
+    "logprobs_close": "Top log-probabilities agree within the tolerance of the dtype.",
+    "tensor_hashes_equal": "Every tensor of every rank, as it stands in the loaded model, has the "
+    "manifest's hash.",
+    "tensors_complete": "Every tensor of the model was in the file and the other way round; none "
+    "is on the meta device.",
+    "values_finite": "No weight and no log-probability is NaN or infinite.",
+    "perplexity_sane": "Perplexity on a bundled text is near the published build's, or below the "
+    "profile's bound for a first build.",
+}
+"""What each check holds, by name."""
+
+
+def failed(reason: str) -> tuple[CheckOutcome, ...]:
+    """Every check as failed for one reason: nothing could be compared."""
+    return tuple(_outcome(name, False, reason) for name in CHECKS)
+
+
+def _outcome(name: str, passed: bool, description: str, **metadata: object) -> CheckOutcome:
+    return CheckOutcome.model_validate(
+        {"name": name, "passed": passed, "description": description, "metadata": metadata}
+    )
+
+
+def _if_answered(
+    name: str, answers: Answers | None, check: Callable[[Answers], CheckOutcome]
+) -> CheckOutcome:
+    if answers is None:
+        return _outcome(name, False, "not compared: the artifact did not load")
+    return check(answers)
+
+
+def _tokens(source: Answers, got: Answers) -> CheckOutcome:
+    different = [
+        (want.prompt, want.text, have.text)
+        for want, have in zip(source.outputs, got.outputs, strict=True)
+        if [p.token for p in want.positions] != [p.token for p in have.positions]
+    ]
+    count = len(source.outputs)
+    if different:
+        prompt, want, have = different[0]
+        return _outcome(
+            "token_ids_equal",
+            False,
+            f"{len(different)} of {count} answers differ; to {prompt!r} the source says {want!r}, "
+            f"the artifact {have!r}",
+            prompts=count,
+            different=len(different),
+        )
+    return _outcome(
+        "token_ids_equal",
+        True,
+        f"{count} answers equal",
+        prompts=count,
+        different=0,
+        answers=[{"prompt": have.prompt, "answer": have.text} for have in got.outputs],
+    )
+
+
+def _logprobs(source: Answers, got: Answers, dtype: str) -> CheckOutcome:
+    tolerance = TOLERANCE[dtype]
+    worst = 0.0
+    for want, have in zip(source.outputs, got.outputs, strict=True):
+        for one, other in zip(want.positions, have.positions, strict=True):
+            shared = one.top.keys() & other.top.keys()
+            # A token that only one side lists among its best is at most as far off as its rank
+            # neighbours; with none in common the two disagree altogether.
+            worst = max(
+                [worst, *(abs(one.top[token] - other.top[token]) for token in shared)]
+                if shared
+                else [float("1e30")]
+            )
+    return _outcome(
+        "logprobs_close",
+        worst <= tolerance,
+        f"largest difference {worst:.2g}, tolerance {tolerance:g} for {dtype}",
+        largest_difference=worst,
+        tolerance=tolerance,
+    )
+
+
+def _hashes(manifest: Manifest, reload: ReloadResult) -> CheckOutcome:
+    loads = {load.rank: load for load in reload.loads}
+    wrong: list[str] = []
+    count = 0
+    for shard in manifest.shards:
+        load = loads.get(shard.rank)
+        if load is None:
+            wrong.append(f"rank {shard.rank} did not report")
+            continue
+        for tensor in shard.tensors:
+            count += 1
+            found = load.tensors.get(tensor.name)
+            if found is None or found.sha256 != tensor.sha256:
+                wrong.append(f"rank {shard.rank} {tensor.name}")
+    if wrong:
+        return _outcome(
+            "tensor_hashes_equal", False, f"{len(wrong)} differ: {_some(wrong)}", tensors=count
+        )
+    return _outcome("tensor_hashes_equal", True, f"{count} tensors equal", tensors=count)
+
+
+def _complete(manifest: Manifest, reload: ReloadResult) -> CheckOutcome:
+    problems: list[str] = []
+    ranks = sorted(load.rank for load in reload.loads)
+    if ranks != [shard.rank for shard in manifest.shards]:
+        problems.append(f"ranks {ranks} reported, the manifest has {len(manifest.shards)}")
+    for load in reload.loads:
+        where = f"rank {load.rank}"
+        problems += [f"{where} lacks {name}" for name in load.missing]
+        problems += [f"{where} has no place for {name}" for name in load.unexpected]
+        problems += [f"{where} left {name} on meta" for name in load.on_meta]
+        if load.rank < len(manifest.shards):
+            names = {tensor.name for tensor in manifest.shards[load.rank].tensors}
+            problems += [
+                f"{where} loaded {name}, which the manifest does not list"
+                for name in sorted(load.tensors.keys() - names)
+            ]
+    count = sum(len(load.tensors) for load in reload.loads)
+    if problems:
+        return _outcome(
+            "tensors_complete", False, f"{len(problems)} problems: {_some(problems)}", tensors=count
+        )
+    return _outcome("tensors_complete", True, f"{count} tensors, none missing", tensors=count)
+
+
+def _finite(reload: ReloadResult) -> CheckOutcome:
+    wrong = [
+        f"rank {load.rank} {name}"
+        for load in reload.loads
+        for name, tensor in load.tensors.items()
+        if not tensor.finite
+    ]
+    if wrong:
+        return _outcome(
+            "values_finite", False, f"{len(wrong)} tensors hold NaN or infinity: {_some(wrong)}"
+        )
+    if not reload.loads or reload.answers is None:
+        return _outcome("values_finite", False, "not compared: the artifact did not load")
+    if not reload.answers.logprobs_finite:
+        return _outcome("values_finite", False, "weights are finite, log-probabilities are not")
+    return _outcome("values_finite", True, "all weights and log-probabilities are finite")
+
+
+def _perplexity(got: Answers, profile: Profile, published_perplexity: float | None) -> CheckOutcome:
+    if published_perplexity is None:
+        bound = profile.max_perplexity
+        why = "the profile's bound for a first build"
+    else:
+        bound = published_perplexity * (1 + profile.perplexity_tolerance)
+        why = f"{profile.perplexity_tolerance:.0%} above the published build's"
+    return _outcome(
+        "perplexity_sane",
+        got.perplexity <= bound,
+        f"{got.perplexity:.4g}, at most {bound:.4g} ({why})",
+        perplexity=got.perplexity,
+        bound=bound,
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

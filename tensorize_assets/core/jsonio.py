@@ -1,0 +1,177 @@
+"""Canonical JSON: one byte string for one value, so that it can be hashed and signed.
+
+Keys sorted by code point, no blanks, UTF-8 unescaped, Python's shortest float digits, no NaN or
+Infinity, one newline at the end. (Close to RFC 8785, which orders keys and writes floats as
+JavaScript does.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NoReturn, TypeVar, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+)
+
+from tensorize_assets.core import layout
+from tensorize_assets.core.errors import StoreError, TensorizeAssetsError
+
+MAX_BYTES = 64 * 1024 * 1024
+"""The largest document read, in bytes: a damaged or hostile store must not fill the memory."""
+
+_MAX_PROBLEMS = 8
+
+
+class Record(BaseModel):
+    """What every stored or exchanged record is: frozen, and without fields nobody knows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+R = TypeVar("R", bound=Record)
+
+
+def _by(check: Callable[[str], str]) -> AfterValidator:
+    """Return `check` of `layout` as pydantic wants it: it adds the place of a ValueError only."""
+
+    def checked(value: str) -> str:
+        try:
+            return check(value)
+        except StoreError as error:
+            raise ValueError(str(error)) from None
+
+    return AfterValidator(checked)
+
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+BuildId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
+ModelId = Annotated[str, _by(layout.check_model)]
+Suffix = Annotated[str, _by(layout.check_suffix)]
+PathPart = Annotated[str, _by(layout.check_part)]
+RelativePath = Annotated[str, _by(layout.check_key)]
+
+
+def canonical(
+    value: Mapping[str, JsonValue],
+    where: str = "document",
+    error: type[TensorizeAssetsError] = StoreError,
+) -> bytes:
+    """Return the canonical bytes of a JSON object.
+
+    Raises `error`, naming `where` and the field, for what JSON does not have.
+    """
+    try:
+        text = json.dumps(
+            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        )
+        return text.encode() + b"\n"
+    except RecursionError as cause:
+        raise error(f"{where} cannot be written as JSON: it is nested too deeply") from cause
+    except (ValueError, TypeError) as cause:
+        field = _find_unwritable(cast("JsonValue", value), "") or "one of its fields"
+        raise error(
+            f"{where} cannot be written as JSON: {field} is NaN, infinite, not Unicode or no JSON "
+            "value; record it as null or as text"
+        ) from cause
+
+
+def parse(
+    data: bytes, where: str, error: type[TensorizeAssetsError] = StoreError
+) -> dict[str, JsonValue]:
+    """Return the JSON object in `data`.
+
+    Raises `error`, naming `where`, for more than MAX_BYTES, bytes that are not UTF-8, anything
+    but one JSON object, a key given twice (readers differ in which one they believe), and
+    numbers that are not finite.
+    """
+    if len(data) > MAX_BYTES:
+        raise error(f"{where} has {len(data)} bytes; documents end at {MAX_BYTES} bytes")
+    try:
+        value: object = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+    except (ValueError, RecursionError) as cause:
+        raise error(
+            f"{where} is not a valid JSON document ({cause}); restore it or build it again"
+        ) from cause
+    if not isinstance(value, dict):
+        raise error(f"{where} is not a JSON object; restore it or build it again")
+    return cast("dict[str, JsonValue]", value)
+
+
+def load_record(
+    record: type[R], data: bytes, where: str, error: type[TensorizeAssetsError] = StoreError
+) -> R:
+    """Return the record in `data`; no value is converted to fit.
+
+    Raises `error`, naming `where` and every field that is wrong.
+    """
+    parse(data, where, error)
+    try:
+        return record.model_validate_json(data, strict=True)
+    except ValidationError as cause:
+        problems = describe(cause)
+    raise error(f"{where} is not a valid {record.__name__}: {problems}")
+
+
+def dump_record(record: Record) -> dict[str, JsonValue]:
+    """Return the record as JSON values."""
+    return cast("dict[str, JsonValue]", record.model_dump(mode="json"))
+
+
+def describe(error: ValidationError) -> str:
+    """Return pydantic's findings on one line: which field, and what is wrong with it."""
+    findings = [
+        f"{'.'.join(str(part) for part in finding['loc']) or 'as a whole'}: "
+        f"{finding['msg'].removeprefix('Value error, ')}"
+        for finding in error.errors(include_url=False, include_context=False, include_input=False)
+    ]
+    more = len(findings) - _MAX_PROBLEMS
+    return "; ".join(findings[:_MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} is given twice")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(digits: str) -> float:
+    # Python reads 1e999 as infinity, which no JSON can hold again.
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return value
+
+
+def _find_unwritable(value: JsonValue, path: str) -> str | None:
+    if isinstance(value, dict):
+        parts = [(f"{path}.{key}".removeprefix("."), part) for key, part in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"{path}[{index}]", part) for index, part in enumerate(value)]
+    else:
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, TypeError):
+            return path
+        return None
+    return next((found for name, part in parts if (found := _find_unwritable(part, name))), None)

@@ -1,0 +1,154 @@
+"""Every path of the store, spelled once, as keys: posix paths relative to its root."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from tensorize_assets.core.errors import StoreError
+
+MANIFEST = "manifest.json"
+
+HIDDEN_PREFIX = ".tmp-"
+"""Names of the store's own half-written files and locks. No key may have such a part."""
+
+ONESHOT_PARTITION = "adhoc"
+"""The suffix partition under which one-shot builds run, whatever their folder is called."""
+
+# File systems and SeaweedFS refuse longer path segments; said here, the message names the part.
+_MAX_PART_BYTES = 255
+
+
+def check_part(part: str, what: str = "path segment") -> str:
+    """Return `part` when it can be one segment of a key.
+
+    Raises StoreError for what would escape the root or be another key when written:
+    empty, `.`, `..`, a slash or backslash, control characters, lone surrogates, more than
+    255 bytes of UTF-8, or the prefix that the store keeps for itself.
+    """
+    if not part or part in (".", ".."):
+        raise _refused(what, part, "it is empty or a step to another folder")
+    if "/" in part or "\\" in part:
+        raise _refused(what, part, "it holds a slash or backslash")
+    if any(ord(char) < 32 or 127 <= ord(char) < 160 for char in part):
+        raise _refused(what, part, "it holds a control character")
+    if any(0xD800 <= ord(char) < 0xE000 for char in part):
+        raise _refused(what, part, "it is not valid Unicode")
+    if len(part.encode()) > _MAX_PART_BYTES:
+        raise _refused(what, part, f"it has more than {_MAX_PART_BYTES} bytes")
+    if part.startswith(HIDDEN_PREFIX):
+        raise _refused(what, part, f"names starting with {HIDDEN_PREFIX} are the store's own")
+    return part
+
+
+def check_key(key: str) -> str:
+    """Return `key` when each of its segments can stand in the store; StoreError otherwise."""
+    for part in key.split("/"):
+        check_part(part, f"a segment of key {key!r}")
+    return key
+
+
+def check_model(model: str) -> str:
+    """Return `model` when it is a Hub id that can stand in the store; StoreError otherwise."""
+    parts = model.split("/")
+    if len(parts) > 2:
+        raise _refused("model", model, "a Hub id is `org/name` or `name`")
+    for part in parts:
+        check_part(part, f"a part of model {model!r}")
+    return model
+
+
+def check_suffix(suffix: str) -> str:
+    """Return `suffix` when it can stand in the store; StoreError otherwise."""
+    check_part(suffix, "suffix")
+    # `x.json` as a one-shot folder would stand where the channel of suffix `x` belongs.
+    if suffix.endswith(".json"):
+        raise _refused("suffix", suffix, "it ends in .json, as channels do")
+    return suffix
+
+
+def model_folder(model: str) -> str:
+    """Return the folder of everything vLLM loads of `model` (`org/name` or `name`)."""
+    return f"vllm/{check_model(model)}"
+
+
+def artifact_dir(model: str, suffix: str, build_id: str) -> str:
+    """Return the artifact directory of one build of a profile."""
+    return f"{model_folder(model)}/{check_part(f'{check_suffix(suffix)}-{build_id}', 'build')}"
+
+
+def oneshot_dir(model: str, suffix: str) -> str:
+    """Return the artifact directory of a one-shot build, named as vLLM's script names it."""
+    return f"{model_folder(model)}/{check_suffix(suffix)}"
+
+
+def channel_key(model: str, suffix: str) -> str:
+    """Return the key of the channel of one model and suffix."""
+    return f"{model_folder(model)}/{check_part(f'{check_suffix(suffix)}.json', 'channel')}"
+
+
+def file_key(directory: str, path: str) -> str:
+    """Return the key of the file `path` (relative, posix) in a directory; `""` is the root."""
+    return f"{check_key(directory)}/{check_key(path)}" if directory else check_key(path)
+
+
+def manifest_key(directory: str) -> str:
+    """Return the key of the manifest of an artifact directory."""
+    return file_key(directory, MANIFEST)
+
+
+def evidence_key(manifest_sha256: str, device: str, vllm_version: str) -> str:
+    """Return the key of the evidence of one reload: of which manifest, on what."""
+    name = f"{check_part(device, 'device')}-{check_part(vllm_version, 'vLLM version')}.json"
+    return f"evidence/{check_part(manifest_sha256, 'manifest hash')}/{name}"
+
+
+def snapshot_key(model: str, commit: str) -> str:
+    """Return the key of the record of a model's files at one commit."""
+    return f"snapshots/{check_model(model)}/{check_part(f'{commit}.json', 'commit')}"
+
+
+def pin_key(model: str, suffix: str, revision: str) -> str:
+    """Return the key that keeps the commit a pinned profile was first built at."""
+    # A branch may hold a slash (`refs/pr/1`); quoted, it stays one segment.
+    name = check_part(f"{quote(revision, safe='')}.json", "revision")
+    return f"pins/{check_model(model)}/{check_suffix(suffix)}/{name}"
+
+
+def reference_key(
+    commit: str,
+    dtype: str,
+    tensor_parallel_size: int,
+    device: str,
+    vllm_version: str,
+    prompts_digest: str,
+) -> str:
+    """Return the key of the outputs that the source model gave under these conditions."""
+    conditions = f"{dtype}-tp{tensor_parallel_size}-{device}-{vllm_version}-{prompts_digest}.json"
+    return f"references/{check_part(commit, 'commit')}/{check_part(conditions, 'reference')}"
+
+
+def record_key(asset: str, model: str, suffix: str) -> str:
+    """Return the key of an asset's record for one partition."""
+    name = check_part(f"{check_suffix(suffix)}.json", "suffix")
+    return f"records/{check_part(asset, 'asset')}/{check_model(model)}/{name}"
+
+
+def shard_name(rank: int, tensor_parallel_size: int) -> str:
+    """Return the file of one rank's tensors, as vLLM's loader looks for it."""
+    if not 0 <= rank < tensor_parallel_size:
+        raise StoreError(
+            f"rank {rank} does not exist at tensor_parallel_size {tensor_parallel_size}: "
+            f"ranks are 0 to {tensor_parallel_size - 1}"
+        )
+    name = tensorizer_uri_name(tensor_parallel_size)
+    return name if tensor_parallel_size == 1 else name % rank
+
+
+def tensorizer_uri_name(tensor_parallel_size: int) -> str:
+    """Return the last part of the `tensorizer_uri` that vLLM is given for these ranks."""
+    # vLLM formats a template when it saves at TP=1, but not when it loads there.
+    return "model.tensors" if tensor_parallel_size == 1 else "model-rank-%03d.tensors"
+
+
+def _refused(what: str, value: str, why: str) -> StoreError:
+    return StoreError(f"{what} {value!r} cannot be part of a path in the store: {why}; rename it")

@@ -1,0 +1,151 @@
+"""Moving a channel: only to a build whose manifest and evidence hold, as found in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tensorize_assets.core import channel, layout
+from tensorize_assets.core.channel import Channel, ChannelEntry
+from tensorize_assets.core.errors import EvidenceError, ManifestError
+from tensorize_assets.core.evidence import read_evidence
+from tensorize_assets.core.manifest import StoredManifest, read_manifest
+from tensorize_assets.core.signing import SecretKey
+from tensorize_assets.core.store import Store
+
+
+def publish(
+    store: Store,
+    key: SecretKey,
+    trusted: Collection[str] | None,
+    *,
+    model: str,
+    suffix: str,
+    build_id: str,
+    directory: str,
+    device: str,
+    republish: bool = False,
+) -> ChannelEntry:
+    """Make a build current for the vLLM it was built with, and return the channel's entry.
+
+    A build that a rollback has just taken out of service stays out unless `republish` is set: a
+    schedule that runs the chain again must not undo what a person did. The entry returned is then
+    the rollback's.
+
+    Raises:
+        ManifestError: no valid manifest, or of another build, or a file has another size.
+        EvidenceError: no evidence of a reload on `device`, or it did not pass.
+        ConflictError: others kept moving the channel.
+    """
+    stored = require_manifest(store, directory, build_id, trusted)
+    version = stored.manifest.inputs.vllm
+    require_evidence(store, stored, device, version, trusted)
+    found = channel.read_channel(store, model, suffix, trusted)
+    if found is not None and not republish and _rolled_back(found.channel, build_id, version):
+        return found.channel.current_for(version) or found.channel.current
+    moved = channel.append(
+        store,
+        key,
+        model,
+        suffix,
+        build_id=build_id,
+        directory=directory,
+        manifest_sha256=stored.sha256,
+        commit=stored.manifest.inputs.commit,
+        vllm_version=version,
+        device="cuda" if device == "cuda" else "cpu",
+        trusted=trusted,
+    )
+    return moved.current_for(version) or moved.current
+
+
+def _rolled_back(history: Channel, build_id: str, vllm_version: str) -> bool:
+    """Whether the channel's last move was a rollback away from this build or a later one."""
+    current = history.current_for(vllm_version)
+    if current is None or current.reason != "rollback" or current.build_id == build_id:
+        return False
+    return any(entry.build_id == build_id for entry in history.entries)
+
+
+def roll_back(
+    store: Store,
+    key: SecretKey,
+    trusted: Collection[str] | None,
+    *,
+    model: str,
+    suffix: str,
+    to_build_id: str | None = None,
+) -> ChannelEntry:
+    """Make an earlier build current again, after the same checks as `publish`.
+
+    Raises:
+        StoreError: there is no such build in the channel's history.
+        ManifestError, EvidenceError: that build can no longer be served; nothing was moved.
+    """
+    entries = channel.rollback_target(store, model, suffix, to_build_id, trusted=trusted)
+    for entry in entries:
+        stored = require_manifest(store, entry.directory, entry.build_id, trusted)
+        if stored.sha256 != entry.manifest_sha256:
+            raise ManifestError(
+                f"{store.uri(entry.directory)} has another manifest than the one that was "
+                f"published as entry {entry.number}; restore it, or roll back to another build"
+            )
+        require_evidence(store, stored, entry.device, entry.vllm_version, trusted)
+    # By name: "the build before" is another one if somebody moves the channel meanwhile.
+    target = entries[-1].build_id
+    return channel.rollback(store, key, model, suffix, target, trusted=trusted).current
+
+
+def require_manifest(
+    store: Store, directory: str, build_id: str, trusted: Collection[str] | None
+) -> StoredManifest:
+    """The manifest of `directory`, whose files are all there in their sizes.
+
+    Raises:
+        ManifestError: see `publish`.
+    """
+    stored = read_manifest(store, directory, trusted)
+    if stored is None:
+        raise ManifestError(
+            f"{store.uri(directory)} has no manifest: it is not a finished build; materialize the "
+            "asset artifact"
+        )
+    if stored.manifest.build_id != build_id:
+        raise ManifestError(
+            f"{store.uri(directory)} holds build {stored.manifest.build_id}, not {build_id}; "
+            "materialize this partition from hf_snapshot on"
+        )
+    for file in stored.manifest.files:
+        place = layout.file_key(directory, file.path)
+        size = store.stat(place)
+        if size != file.size:
+            found = "is gone" if size is None else f"has {size:,} bytes"
+            raise ManifestError(
+                f"{store.uri(place)} {found}, its manifest says {file.size:,} bytes; restore it, "
+                "or remove the directory and build again"
+            )
+    return stored
+
+
+def require_evidence(
+    store: Store,
+    stored: StoredManifest,
+    device: str,
+    vllm_version: str,
+    trusted: Collection[str] | None,
+) -> None:
+    """Raises EvidenceError unless a reload of this manifest on `device` passed every check."""
+    manifest = stored.manifest
+    where = f"{manifest.model} {manifest.suffix}, build {manifest.build_id}"
+    evidence = read_evidence(store, stored.sha256, device, vllm_version, trusted)
+    if evidence is None:
+        raise EvidenceError(
+            f"{where}: no evidence of a reload on {device} with vLLM {vllm_version}; materialize "
+            "reload_check"
+        )
+    if not evidence.passed:
+        wrong = [check for check in evidence.checks if not check.passed]
+        raise EvidenceError(
+            f"{where}: its last reload on {device} failed: "
+            + "; ".join(f"{check.name} ({check.description})" for check in wrong)
+            + ". Mend the cause and materialize reload_check again"
+        )

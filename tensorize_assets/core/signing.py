@@ -1,0 +1,267 @@
+"""Ed25519 signatures inside the documents they cover, and the key that makes them.
+
+A signed document is a JSON object with a field `signature`. The signature covers the canonical
+JSON of everything else, behind the name of the document's type: an evidence can never pass as a
+manifest, whoever signed it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import stat
+import uuid
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from nacl.exceptions import BadSignatureError
+from nacl.signing import SigningKey, VerifyKey
+from pydantic import JsonValue, ValidationError
+
+from tensorize_assets.core import jsonio
+from tensorize_assets.core.errors import SignatureError
+
+KEY_VARIABLE = "TENSORIZE_ASSETS_SIGNING_KEY"
+"""The environment variable whose value, when not empty, is used instead of the key file's."""
+
+DocumentType = Literal["manifest", "evidence", "channel"]
+
+_FIELD = "signature"
+_SEED_BYTES = 32
+_MAX_KEY_FILE_BYTES = 4096
+
+
+class SecretKey:
+    """An Ed25519 signing key that shows itself by its id only."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, seed: bytes) -> None:
+        # PyNaCl's own key object prints its secret; it never leaves this one.
+        self._key = SigningKey(seed)
+
+    @property
+    def public_key(self) -> str:
+        """The public key, base64 of 32 bytes: what others put on their list of trusted keys."""
+        return base64.b64encode(bytes(self._key.verify_key)).decode()
+
+    @property
+    def key_id(self) -> str:
+        return key_id(bytes(self._key.verify_key))
+
+    def sign(self, message: bytes) -> bytes:
+        return self._key.sign(message).signature
+
+    def write_to(self, descriptor: int) -> None:
+        """Write the secret as one line of base64 to an open file, which must be private."""
+        os.write(descriptor, base64.b64encode(bytes(self._key)) + b"\n")
+
+    def __repr__(self) -> str:
+        return f"SecretKey(key_id={self.key_id!r})"
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise TypeError("a SecretKey is not pickled: hand over the path of its file")
+
+
+class Verified(NamedTuple):
+    """The payload of a document whose signature is valid, and whose signature it is."""
+
+    payload: dict[str, JsonValue]
+    key_id: str
+    public_key: str
+
+
+class _Signature(jsonio.Record):
+    key_id: str
+    public_key: str
+    signature: str
+
+
+def generate_signing_key() -> SecretKey:
+    """Return a new random key."""
+    return SecretKey(os.urandom(_SEED_BYTES))
+
+
+def key_id(public_key: bytes) -> str:
+    """Return the short name of a public key: 16 hex digits of its SHA-256."""
+    return hashlib.sha256(public_key).hexdigest()[:16]
+
+
+def load_or_create_signing_key(path: Path) -> SecretKey:
+    """Return the key in TENSORIZE_ASSETS_SIGNING_KEY or at `path`, which is made when absent.
+
+    The text is base64 or hex of 32 bytes. Of several processes that find no file, all return
+    the key of the one that made it.
+
+    Raises SignatureError when others may read the file, or when it holds no key.
+    """
+    if text := os.environ.get(KEY_VARIABLE, "").strip():
+        return _key_from_text(text, f"environment variable {KEY_VARIABLE}")
+    with _explained(path):
+        try:
+            return _read_key(path)
+        except FileNotFoundError:
+            pass
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _create_key(path)
+        return _read_key(path)
+
+
+def sign(document_type: DocumentType, payload: Mapping[str, JsonValue], key: SecretKey) -> bytes:
+    """Return the canonical JSON of `payload` with its signature.
+
+    Raises StoreError when the payload holds what JSON does not have.
+    """
+    if _FIELD in payload:
+        raise SignatureError(f"the {document_type} has a field {_FIELD!r} already; sign it once")
+    signature = _Signature(
+        key_id=key.key_id,
+        public_key=key.public_key,
+        signature=base64.b64encode(key.sign(_message(document_type, payload))).decode(),
+    )
+    return jsonio.canonical({**payload, _FIELD: jsonio.dump_record(signature)}, document_type)
+
+
+def verify(
+    document_type: DocumentType,
+    data: bytes,
+    trusted: Collection[str] | None,
+    where: str = "",
+) -> Verified:
+    """Return the payload of a signed document.
+
+    `trusted` are the public keys (base64) whose signature is believed; None believes any key, and
+    leaves that decision to the caller. `where` names the document in messages.
+
+    Raises SignatureError when the document is unsigned, not canonical JSON, of another type,
+    changed since it was signed, or signed by a key that is not trusted.
+    """
+    where = where or f"the {document_type}"
+    document = jsonio.parse(data, where, SignatureError)
+    # One content, one byte string: what evidence and channel name by hash has no second form.
+    if jsonio.canonical(document, where, SignatureError) != data:
+        raise SignatureError(f"{where} is not as it was written; restore it or build it again")
+    payload = {name: value for name, value in document.items() if name != _FIELD}
+    signature = _read_signature(document.get(_FIELD), where)
+    public_key = _public_key(signature.public_key, where)
+    try:
+        VerifyKey(public_key).verify(
+            _message(document_type, payload), _from_base64(signature.signature)
+        )
+    except (BadSignatureError, ValueError):
+        raise SignatureError(
+            f"the signature of {where} does not fit its content as a {document_type}: it was "
+            "changed, or is a document of another type; restore it or build it again"
+        ) from None
+    found = key_id(public_key)
+    if signature.key_id != found:
+        raise SignatureError(
+            f"{where} names its key {signature.key_id!r}, but was signed with {found}; restore it"
+        )
+    if trusted is not None:
+        _require_trusted(public_key, trusted, where)
+    return Verified(payload, found, signature.public_key)
+
+
+def _message(document_type: DocumentType, payload: Mapping[str, JsonValue]) -> bytes:
+    domain = f"tensorize_assets/{document_type}/1\n".encode()
+    return domain + jsonio.canonical(payload, document_type)
+
+
+def _read_signature(value: JsonValue, where: str) -> _Signature:
+    if value is None:
+        raise SignatureError(f"{where} is not signed; build it again, or sign it with its key")
+    try:
+        return _Signature.model_validate(value, strict=True)
+    except ValidationError as error:
+        problems = jsonio.describe(error)
+    raise SignatureError(f"the signature of {where} is damaged: {problems}; restore it")
+
+
+def _require_trusted(public_key: bytes, trusted: Collection[str], where: str) -> None:
+    keys = [_public_key(text, "the list of trusted keys") for text in trusted]
+    if public_key not in keys:
+        names = ", ".join(sorted(key_id(key) for key in keys)) or "none"
+        raise SignatureError(
+            f"{where} was signed by key {key_id(public_key)}, which is not trusted here (trusted: "
+            f"{names}); add its public key if you know whose it is, else restore the document"
+        )
+
+
+def _public_key(text: str, where: str) -> bytes:
+    try:
+        key = _from_base64(text)
+    except ValueError:
+        key = b""
+    if len(key) != _SEED_BYTES:
+        raise SignatureError(
+            f"{where} holds {text[:60]!r}, which is not a public key: base64 of {_SEED_BYTES} bytes"
+        )
+    return key
+
+
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _key_from_text(text: str, where: str) -> SecretKey:
+    try:
+        seed = bytes.fromhex(text) if len(text) == 2 * _SEED_BYTES else _from_base64(text)
+    except ValueError:
+        seed = b""
+    if len(seed) != _SEED_BYTES:
+        # Neither the text nor a cause that could quote it.
+        raise SignatureError(
+            f"{where} holds no signing key: expected {_SEED_BYTES} bytes as base64 or hex, on one "
+            "line; restore it, or remove it to have a new key made"
+        )
+    return SecretKey(seed)
+
+
+def _read_key(path: Path) -> SecretKey:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        # Of the open file: the one at the path may be another by the time it is read.
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        if mode & 0o077:
+            raise SignatureError(
+                f"the signing key {path} is open to other users (mode {mode:04o}): run "
+                f"`chmod 600 {path}`, or make a new key if one of them may have read it"
+            )
+        text = os.read(descriptor, _MAX_KEY_FILE_BYTES)
+    finally:
+        os.close(descriptor)
+    return _key_from_text(text.decode("ascii", errors="replace").strip(), f"file {path}")
+
+
+def _create_key(path: Path) -> None:
+    """Make the key file unless another process makes it first; it appears complete."""
+    temp = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        generate_signing_key().write_to(descriptor)
+        os.fsync(descriptor)
+        try:
+            os.link(temp, path)
+        except FileExistsError:
+            return
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(folder)
+        os.close(folder)
+    finally:
+        os.close(descriptor)
+        temp.unlink()
+
+
+@contextmanager
+def _explained(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SignatureError(
+            f"cannot use the signing key {path}: {error.strerror}; give this user access to it, "
+            f"or set {KEY_VARIABLE}"
+        ) from error

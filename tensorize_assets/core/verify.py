@@ -1,0 +1,141 @@
+"""Whether an artifact directory is what its manifest says: hashes only, no vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from tensorize_assets.core import jsonio, layout
+from tensorize_assets.core.errors import ManifestError, SignatureError, StoreError
+from tensorize_assets.core.manifest import FileEntry, Manifest, read_placed, read_unplaced
+from tensorize_assets.core.store import LocalStore, Store, digest
+
+# More streams do not read faster from one disk, and hashing takes a core each.
+_MAX_THREADS = 8
+
+
+class Problem(jsonio.Record):
+    """One thing that is wrong with a directory; `path` is relative to it."""
+
+    kind: Literal["manifest", "signature", "missing", "extra", "size", "hash", "unreadable"]
+    path: str
+    message: str
+
+
+class VerifyReport(jsonio.Record):
+    """What was found. Without a readable manifest nothing else is checked.
+
+    `files` and `bytes` count what was read and found equal.
+    """
+
+    where: str
+    manifest: Manifest | None
+    manifest_sha256: str | None
+    key_id: str | None
+    files: int
+    bytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify_directory(store: Store, directory: str, trusted: Collection[str] | None) -> VerifyReport:
+    """Compare an artifact directory of the store with its manifest and report every problem.
+
+    `trusted` are the public keys (base64) whose manifests are believed; None believes any.
+    """
+    return _verify(store, directory, trusted, placed=True)
+
+
+def verify_folder(path: Path, trusted: Collection[str] | None) -> VerifyReport:
+    """Compare an artifact directory anywhere on disk with its manifest, as `verify_directory`.
+
+    Raises StoreError when `path` is no folder.
+    """
+    if not path.is_dir():
+        raise StoreError(f"{path} is no folder; give the folder that holds {layout.MANIFEST}")
+    return _verify(LocalStore(path.absolute()), "", trusted, placed=False)
+
+
+def _verify(
+    store: Store, directory: str, trusted: Collection[str] | None, *, placed: bool
+) -> VerifyReport:
+    where = store.uri(directory)
+    try:
+        found = (read_placed if placed else read_unplaced)(store, directory, trusted)
+    except SignatureError as error:
+        return _unread(where, "signature", str(error))
+    except (ManifestError, StoreError) as error:
+        return _unread(where, "manifest", str(error))
+    if found is None:
+        return _unread(where, "missing", f"{where} has no {layout.MANIFEST}: it is no artifact")
+    entries = found.manifest.files
+    check = partial(_check, store, directory)
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        findings = list(pool.map(check, entries))
+    problems = [problem for problem in findings if problem]
+    good = [entry for entry, problem in zip(entries, findings, strict=True) if not problem]
+    return VerifyReport(
+        where=where,
+        manifest=found.manifest,
+        manifest_sha256=found.sha256,
+        key_id=found.key_id,
+        files=len(good),
+        bytes=sum(entry.size for entry in good),
+        problems=(*problems, *_extra_files(store, directory, found.manifest)),
+    )
+
+
+def _unread(
+    where: str, kind: Literal["manifest", "signature", "missing"], message: str
+) -> VerifyReport:
+    problem = Problem(kind=kind, path=layout.MANIFEST, message=message)
+    return VerifyReport(
+        where=where,
+        manifest=None,
+        manifest_sha256=None,
+        key_id=None,
+        files=0,
+        bytes=0,
+        problems=(problem,),
+    )
+
+
+def _check(store: Store, directory: str, entry: FileEntry) -> Problem | None:
+    path = entry.path
+    key = layout.file_key(directory, path)
+    try:
+        size = store.stat(key)
+        if size is None:
+            return Problem(kind="missing", path=path, message=f"{path} is missing")
+        if size != entry.size:
+            # Told apart by its size already: not read.
+            return _differs("size", entry, f"{size} bytes", f"{entry.size}")
+        found = digest(store, key)
+    except StoreError as error:
+        return Problem(kind="unreadable", path=path, message=str(error))
+    if found.sha256 != entry.sha256:
+        return _differs("hash", entry, f"SHA-256 {found.sha256}", entry.sha256)
+    return None
+
+
+def _differs(kind: Literal["size", "hash"], entry: FileEntry, found: str, expected: str) -> Problem:
+    message = f"{entry.path} has {found}, the manifest says {expected}"
+    return Problem(kind=kind, path=entry.path, message=message)
+
+
+def _extra_files(store: Store, directory: str, manifest: Manifest) -> list[Problem]:
+    start = f"{directory}/" if directory else ""
+    known = {layout.MANIFEST, *(entry.path for entry in manifest.files)}
+    paths = (key.removeprefix(start) for key in store.list(start))
+    # A name that is not UTF-8 can be reported only with its odd bytes replaced.
+    extra = (os.fsencode(path).decode(errors="replace") for path in paths if path not in known)
+    return [
+        Problem(kind="extra", path=path, message=f"{path} is not in the manifest") for path in extra
+    ]

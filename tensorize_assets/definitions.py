@@ -1,0 +1,70 @@
+"""What Dagster loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import dagster as dg
+
+from tensorize_assets.assets.artifact import artifact
+from tensorize_assets.assets.hf_snapshot import hf_snapshot
+from tensorize_assets.assets.published import published
+from tensorize_assets.assets.reference_outputs import reference_outputs
+from tensorize_assets.assets.reload_check import reload_check
+from tensorize_assets.assets.tensorized_shards import tensorized_shards
+from tensorize_assets.io_managers import RecordIOManagerResource
+from tensorize_assets.partitions import model_suffix
+from tensorize_assets.resources.catalog import CatalogResource
+from tensorize_assets.resources.hub import HubResource
+from tensorize_assets.resources.keyring import KeyringResource
+from tensorize_assets.resources.launcher import SubprocessLauncher
+
+ASSETS = (
+    hf_snapshot,
+    tensorized_shards,
+    artifact,
+    reference_outputs,
+    reload_check,
+    published,
+)
+
+# Its signature holds types that Dagster leaves open.
+build = dg.define_asset_job(  # pyright: ignore[reportUnknownMemberType]
+    "build",
+    selection=dg.AssetSelection.assets(*ASSETS),
+    partitions_def=model_suffix,
+    description="One model and suffix, from its Hub revision to the moved channel.",
+)
+
+
+def home() -> Path:
+    """The folder of everything a user edits: DAGSTER_HOME, or `dagster_home` where one stands."""
+    return Path(os.environ.get("DAGSTER_HOME") or "dagster_home").absolute()
+
+
+def resources(folder: Path) -> dict[str, object]:
+    """The resources for a catalog, cache and key in `folder`; the environment goes before them."""
+    catalog = CatalogResource(
+        path=os.environ.get("TENSORIZE_CATALOG") or str(folder / "models.yaml")
+    )
+    return {
+        "catalog": catalog,
+        "hub_access": HubResource(
+            cache_dir=os.environ.get("TENSORIZE_HUB_CACHE") or str(folder / "hub")
+        ),
+        "keyring": KeyringResource(signing_key=str(folder / "keys" / "signing.key")),
+        "launcher": SubprocessLauncher(),
+        "io_manager": RecordIOManagerResource(catalog=catalog),
+    }
+
+
+def definitions(
+    folder: Path, loggers: Mapping[str, dg.LoggerDefinition] | None = None
+) -> dg.Definitions:
+    """Assets and jobs over a catalog, cache and key in `folder`."""
+    return dg.Definitions(assets=ASSETS, jobs=[build], resources=resources(folder), loggers=loggers)
+
+
+defs = definitions(home())

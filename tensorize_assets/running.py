@@ -1,0 +1,122 @@
+"""Runs of the `build` job in this process, in the instance that the UI shows."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from tensorize_assets import partitions
+from tensorize_assets.assets.target import ONESHOT_TAG, Oneshot
+from tensorize_assets.core.catalog import Catalog
+from tensorize_assets.core.errors import CatalogError
+from tensorize_assets.core.layout import ONESHOT_PARTITION
+from tensorize_assets.definitions import definitions
+
+
+@dg.logger
+def plain_logger(_: dg.InitLoggerContext) -> logging.Logger:
+    """What assets and workers log, a line each, on stderr; Dagster's own events left out."""
+    logger = logging.Logger("tensorize", logging.INFO)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Line())
+    logger.addHandler(handler)
+    return logger
+
+
+class _Line(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        meta = getattr(record, "dagster_meta", {})
+        step = meta.get("step_key") or "run"
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname}: "
+        return f"{step:<18} {level}{meta.get('orig_message') or record.getMessage()}"
+
+
+def open_instance(home: Path) -> dg.DagsterInstance:
+    """The Dagster instance in `home`, the one that the UI shows when it is started there.
+
+    Raises:
+        CatalogError: the folder is not a Dagster home.
+    """
+    if not (home / "dagster.yaml").is_file():
+        raise CatalogError(
+            f"{home} has no dagster.yaml; run in the folder that holds dagster_home, or set "
+            "DAGSTER_HOME to it"
+        )
+    os.environ["DAGSTER_HOME"] = str(home)
+    return dg.DagsterInstance.get()
+
+
+def build_pair(
+    instance: dg.DagsterInstance, home: Path, catalog: Catalog, model: str, suffix: str
+) -> dg.ExecuteInProcessResult:
+    """Run the whole chain for one pair of the catalog. The result says whether it succeeded."""
+    partitions.add_catalog(instance, catalog)
+    return _execute(instance, home, model, suffix, {})
+
+
+def build_oneshot(
+    instance: dg.DagsterInstance, home: Path, model: str, oneshot: Oneshot
+) -> dg.ExecuteInProcessResult:
+    """Run the whole chain for a profile that is in no catalog."""
+    partitions.add_oneshot(instance, model)
+    tags = {ONESHOT_TAG: oneshot.model_dump_json()}
+    return _execute(instance, home, model, ONESHOT_PARTITION, tags)
+
+
+def _execute(
+    instance: dg.DagsterInstance, home: Path, model: str, suffix: str, tags: dict[str, str]
+) -> dg.ExecuteInProcessResult:
+    job = definitions(home, loggers={"console": plain_logger}).resolve_job_def("build")
+    return job.execute_in_process(
+        instance=instance,
+        partition_key=partitions.partition_key(model, suffix),
+        tags=tags,
+        # Without it Dagster takes its own console logger, which prints every event.
+        run_config={"loggers": {"console": {}}},
+        raise_on_error=False,
+    )
+
+
+def report(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
+    """What a finished run made, or why it did not: for the terminal and for `--json`."""
+    steps = {
+        event.step_key: event.event_specific_data for event in result.get_step_failure_events()
+    }
+    checks = [
+        {
+            "check": evaluation.check_name,
+            "passed": evaluation.passed,
+            "description": evaluation.description,
+        }
+        for evaluation in result.get_asset_check_evaluations()
+    ]
+    report: dict[str, Any] = {
+        "run_id": result.run_id,
+        "success": result.success,
+        "checks": checks,
+        "errors": [f"{step}: {_why(data)}" for step, data in steps.items()]
+        + [f"{c['check']}: {c['description']}" for c in checks if not c["passed"]],
+    }
+    for event in result.get_asset_materialization_events():
+        materialization = event.step_materialization_data.materialization
+        values = {name: value.value for name, value in materialization.metadata.items()}
+        report[materialization.asset_key.to_user_string()] = {
+            name: value for name, value in values.items() if isinstance(value, (str, int, float))
+        }
+    if "published" in report:
+        report["directory"] = report["published"]["directory"]
+    # A failed blocking check fails no step: the run is a success that published nothing.
+    report["success"] = result.success and "published" in report
+    return report
+
+
+def _why(data: Any) -> str:
+    failure = data.user_failure_data
+    if failure is not None and failure.description:
+        return str(failure.description)
+    return str(data.error_display_string).strip().splitlines()[0]

@@ -1,0 +1,214 @@
+"""vLLM loader for tensorized models on CPU and CUDA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensorizer import TensorDeserializer
+from tensorizer.serialization import HashType
+from tensorizer.stream_io import open_stream
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import tensorizer as vllm_tensorizer
+from vllm.model_executor.model_loader.tensorizer_loader import TensorizerLoader
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from tensorize_assets.core.tasks import RankLoad
+from tensorize_assets.vllm_plugin import report
+
+logger = init_logger(__name__)
+
+_MARKER = ".vllm_tensorized_marker"
+
+
+class TensorizedModelLoader(TensorizerLoader):
+    """Loads what `TensorSerializer.write_module` wrote of a vLLM model.
+
+    Every tensor is put into the parameter that vLLM constructed, so that parameter subclasses
+    and their attributes stay (post-load steps of quantized layers assert them) and tied weights
+    stay tied. No `dtype` is passed on: what was stored is what is loaded. Then the post-load
+    step runs, as after any other load in vLLM.
+    """
+
+    def load_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+    ) -> torch.nn.Module:
+        """Raises ValueError, naming them, where the file's tensors are not the model's."""
+        self._verify_config(model_config, vllm_config.parallel_config)
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            self.tensorizer_config.tensorizer_uri = self._uri() % get_tensor_model_parallel_rank()
+        if not vllm_tensorizer.is_vllm_tensorized(self.tensorizer_config):
+            return self._load_model_serialized_cpu(vllm_config=vllm_config, prefix=prefix)
+        device = torch.device(_device())
+        with set_default_torch_dtype(model_config.dtype):
+            # On the real device: plain tensor attributes, which the file does not hold, are
+            # computed here. Parameters are allocated but untouched until theirs is read.
+            with device:
+                model = initialize_model(
+                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                )
+            self.load_weights(model, model_config)
+            with torch.no_grad():
+                process_weights_after_loading(model, model_config, device)
+        return model.eval()
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Fill a constructed model from the file; raises ValueError where they do not match."""
+        arguments = self.tensorizer_config._construct_tensorizer_args()
+        memory = report.host_memory()
+        start = time.perf_counter()
+        with (
+            open_stream(self._uri(), mode="rb", **arguments.stream_kwargs) as stream,
+            TensorDeserializer(
+                stream, device=_device(), lazy_load=True, **arguments.deserialization_kwargs
+            ) as deserializer,
+            torch.no_grad(),
+        ):
+            sink = _Sink(model, tuple(deserializer.keys()))
+            deserializer.load_into_module(sink)  # type: ignore[arg-type]
+            seconds = time.perf_counter() - start
+            size = deserializer.total_tensor_bytes
+            header_hashes = {
+                path.normalize_(): entry.header_hashes[HashType.SHA256]
+                for path, entry in deserializer._metadata.items()
+                if entry.header_hashes
+            }
+        logger.info("Loaded %d bytes in %.2f s (%.0f MB/s)", size, seconds, size / seconds / 1e6)
+        missing = sorted(sink.slots.keys() - sink.filled)
+        if report.reporting():
+            self._report(sink, header_hashes, seconds, size, memory, missing)
+        if missing or sink.unexpected:
+            raise ValueError(
+                f"{self._uri()} is not a file of this model at this "
+                f"tensor_parallel_size: {_names('missing', missing)}"
+                f"{_names('unexpected', sink.unexpected)}"
+            )
+        model.requires_grad_(False)
+        resize = getattr(vllm_tensorizer, "_resize_lora_embeddings", None)
+        if resize is not None:
+            resize(model)
+
+    def _uri(self) -> str:
+        # vLLM's TensorizerConfig sets it, from tensorizer_dir where it was not given.
+        return str(self.tensorizer_config.tensorizer_uri)
+
+    def _report(
+        self,
+        sink: _Sink,
+        header_hashes: dict[str, Any],
+        seconds: float,
+        size: int,
+        memory: int,
+        missing: list[str],
+    ) -> None:
+        after = report.host_memory()
+        tensors = {name: slot.tensor for name, slot in sink.slots.items() if name in sink.filled}
+        on_meta = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
+        report.write(
+            RankLoad(
+                rank=get_tensor_model_parallel_rank(),
+                device="cpu" if current_platform.is_cpu() else "cuda",
+                device_name=report.device_name(),
+                seconds=seconds,
+                bytes=size,
+                host_memory_before=memory,
+                host_memory_after=after,
+                tensors=report.tensor_reports(
+                    {name: tensor for name, tensor in tensors.items() if not tensor.is_meta},
+                    header_hashes,
+                ),
+                missing=tuple(missing),
+                unexpected=tuple(sink.unexpected),
+                on_meta=tuple(on_meta),
+            )
+        )
+
+
+@dataclass
+class _Slot:
+    """One parameter or buffer of the constructed model."""
+
+    module: torch.nn.Module
+    attribute: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return getattr(self.module, self.attribute)
+
+
+@dataclass
+class _Sink:
+    """Stands in for the model while tensorizer loads: takes what it registers, keeps our objects.
+
+    `TensorDeserializer.load_into_module` asks its module for `named_modules()` and calls
+    `register_parameter` and `register_buffer` on them; nothing else.
+    """
+
+    model: torch.nn.Module
+    stored: tuple[str, ...]
+    slots: dict[str, _Slot] = field(default_factory=dict)
+    filled: set[str] = field(default_factory=set)
+    unexpected: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for path, module in self.model.named_modules():
+            for attribute in (*module._parameters, *module._buffers):
+                if getattr(module, attribute) is not None:
+                    self.slots[f"{path}.{attribute}"] = _Slot(module, attribute)
+
+    def named_modules(self) -> Iterator[tuple[str, _Intake]]:
+        # Every path of the file, so that one the model lacks is named rather than a KeyError.
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in self.stored):
+            yield path, _Intake(self, path)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        if name == _MARKER:
+            return
+        slot = self.slots.get(name)
+        if slot is None:
+            self.unexpected.append(name)
+            return
+        if slot.tensor.shape != tensor.shape or slot.tensor.dtype != tensor.dtype:
+            self.unexpected.append(
+                f"{name} {tuple(tensor.shape)} {tensor.dtype}, and the model's is "
+                f"{tuple(slot.tensor.shape)} {slot.tensor.dtype}"
+            )
+            return
+        slot.tensor.data = tensor.detach()
+        self.filled.add(name)
+
+
+@dataclass
+class _Intake:
+    """One module of the sink."""
+
+    sink: _Sink
+    path: str
+
+    def register_parameter(self, name: str, tensor: torch.Tensor) -> None:
+        self.sink.put(f"{self.path}.{name}", tensor)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        self.sink.put(f"{self.path}.{name}", tensor)
+
+
+def _device() -> str:
+    if current_platform.is_cpu():
+        return "cpu"
+    return f"{current_platform.device_type}:{torch.accelerator.current_device_index()}"
+
+
+def _names(kind: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    return f"{len(names)} {kind} ({', '.join(names[:5])}{', …' if len(names) > 5 else ''}); "

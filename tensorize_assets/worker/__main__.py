@@ -1,0 +1,123 @@
+"""Where a worker starts: one request in, one result or failure out, both through Dagster Pipes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from importlib import import_module
+from typing import NamedTuple, NoReturn
+
+from dagster_pipes import (
+    DAGSTER_PIPES_CONTEXT_ENV_VAR,
+    DAGSTER_PIPES_MESSAGES_ENV_VAR,
+    open_dagster_pipes,
+)
+
+from tensorize_assets.core.errors import PreflightError, TensorizeAssetsError, WorkerError
+from tensorize_assets.core.protocol import (
+    REQUEST_EXTRA,
+    WorkerFailure,
+    WorkerRequest,
+    WorkerResult,
+    encode_failure,
+    encode_result,
+    parse_request,
+)
+from tensorize_assets.core.tasks import ReferenceRequest, ReloadRequest, ShardRequest
+from tensorize_assets.worker import logs, session
+from tensorize_assets.worker.session import Level, Progress
+
+
+class Task(NamedTuple):
+    """What a task is asked with, and the `module:function` that answers.
+
+    The function is imported after the request is understood: vLLM alone takes 10 seconds. A
+    request names a task, never a function, so that it cannot run anything else.
+    """
+
+    request: type[WorkerRequest]
+    function: str
+
+
+TASKS: Mapping[str, Task] = {
+    "shard": Task(ShardRequest, "tensorize_assets.worker.shard:run"),
+    "reference": Task(ReferenceRequest, "tensorize_assets.worker.reference:run"),
+    "reload": Task(ReloadRequest, "tensorize_assets.worker.reload:run"),
+}
+
+
+def main(
+    tasks: Mapping[str, Task] = TASKS,
+    *,
+    shortest_gap_s: float = 5.0,
+    longest_silence_s: float = 10.0,
+) -> int:
+    """Answer the request that Pipes holds; returns the exit code: 0 with a result, 1 without.
+
+    Progress is reported as `session.Progress` does with these two, in seconds.
+    """
+    if DAGSTER_PIPES_CONTEXT_ENV_VAR not in os.environ:
+        print(
+            "a worker is started by Dagster, which hands it a request; to build a model, run "
+            "`tensorize build MODEL`",
+            file=sys.stderr,
+        )
+        return 2
+    signal.signal(signal.SIGTERM, _leave)
+    session.end_with_parent()
+    session.secrets()
+    logs.set_up()
+    with open_dagster_pipes() as pipes:
+        # Ranks are children, inherit the environment, and would open and close this session too.
+        for name in (DAGSTER_PIPES_CONTEXT_ENV_VAR, DAGSTER_PIPES_MESSAGES_ENV_VAR):
+            os.environ.pop(name, None)
+
+        def send(message: str, level: Level) -> None:
+            pipes.log.log(logging.getLevelNamesMapping()[level.upper()], message)
+
+        progress = Progress(
+            send, shortest_gap_s=shortest_gap_s, longest_silence_s=longest_silence_s
+        )
+        answer = _answer(tasks, pipes.extras.get(REQUEST_EXTRA), progress)
+        if isinstance(answer, WorkerFailure):
+            pipes.report_custom_message(encode_failure(answer))
+            return 1
+        pipes.report_custom_message(encode_result(answer))
+        return 0
+
+
+def _answer(
+    tasks: Mapping[str, Task], payload: object, progress: Progress
+) -> WorkerResult | WorkerFailure:
+    try:
+        request = parse_request(payload, {name: task.request for name, task in tasks.items()})
+    except WorkerError as error:
+        return WorkerFailure(kind="input", message=str(error))
+    try:
+        with progress:
+            progress.update(f"starting task {request.task}")
+            module, _, function = tasks[request.task].function.partition(":")
+            return getattr(import_module(module), function)(request, progress)
+    except PreflightError as error:
+        return WorkerFailure(kind="preflight", message=str(error))
+    except TensorizeAssetsError as error:
+        return WorkerFailure(kind="failed", message=str(error))
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is reported as such
+        return WorkerFailure(
+            kind="failed",
+            message=f"{type(error).__name__}: {error}",
+            traceback=traceback.format_exc(),
+        )
+
+
+def _leave(*_: object) -> NoReturn:
+    # As an exception, SIGTERM lets the task remove its scratch files.
+    sys.exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

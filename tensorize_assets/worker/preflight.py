@@ -1,0 +1,90 @@
+"""Refuse what cannot be built, before any weight is read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensorizer._NumpyTensor import _NumpyTensor
+
+from tensorize_assets.core.errors import PreflightError
+from tensorize_assets.worker.module_tensors import module_tensors
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# tensorizer reserves this much for its index and raises "Metadata overflow" half-way through.
+METADATA_REGION = 256 * 1024
+_MAX_DIMENSION = 2**32
+_MAX_NAME = 2**16
+
+
+def check_model(config: VllmConfig, where: str) -> None:
+    """Refuse kinds of models that virtual ranks do not cover.
+
+    Raises:
+        PreflightError: the model needs vLLM's own ranks on their devices.
+    """
+    model_config = config.model_config
+    if model_config.is_moe:
+        raise PreflightError(
+            f"{where}: a mixture of experts needs executor mode (vLLM's own ranks on their "
+            "devices); virtual ranks cover dense models"
+        )
+    if model_config.quantization is not None:
+        raise PreflightError(
+            f"{where}: weights quantized with {model_config.quantization!r} need executor mode "
+            "(vLLM's own ranks on their devices); virtual ranks cover unquantized models"
+        )
+
+
+def check_tensors(model: torch.nn.Module, where: str) -> int:
+    """Hold a constructed rank's tensors against the limits of tensorizer's format.
+
+    Returns:
+        The bytes that they take.
+
+    Raises:
+        PreflightError: the format cannot hold them.
+    """
+    total = 0
+    index = 0
+    count = 0
+    for name, _, tensor in module_tensors(model):
+        index += _index_entry_size(name, tensor)
+        count += 1
+        total += tensor.numel() * tensor.element_size()
+        for dimension in tensor.shape:
+            if dimension >= _MAX_DIMENSION:
+                raise PreflightError(
+                    f"{where}: tensor {name!r} has a dimension of {dimension}; tensorizer's "
+                    "format holds dimensions below 2^32. Use a larger tensor_parallel_size"
+                )
+    if index > METADATA_REGION:
+        raise PreflightError(
+            f"{where}: the index of its {count} tensors takes {index} bytes and tensorizer "
+            f"reserves {METADATA_REGION}; this model cannot be stored in one file a rank"
+        )
+    return total
+
+
+def check_scratch(folder: Path, needed: int, where: str) -> None:
+    """Raises PreflightError where `folder`'s disk has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise PreflightError(
+            f"{where}: the shards take {needed:,} bytes and the scratch folder {folder} has "
+            f"{free:,} free; make room or set another scratch folder"
+        )
+
+
+def _index_entry_size(name: str, tensor: Any) -> int:
+    """Bytes of one entry in tensorizer's index (its `_MetadataDeserializer._read_entry`)."""
+    encoded = len(name.encode())
+    if encoded >= _MAX_NAME:
+        raise PreflightError(f"tensor name of {encoded} bytes: tensorizer holds up to 65535")
+    sample = _NumpyTensor.from_tensor(torch.empty((0,), dtype=tensor.dtype))
+    dtype = sample.numpy_dtype + (f"\0{sample.torch_dtype}" if sample.is_opaque else "")
+    return 2 + encoded + 1 + 1 + len(dtype) + 1 + 4 * tensor.ndim + 24
