@@ -19,6 +19,7 @@ def run(request: ReloadRequest, progress: Progress) -> ReloadResult:
     """
     ranks = request.tensor_parallel_size
     check_device(request.device, ranks, f"{request.model} {request.suffix}")
+    # Flat: vLLM builds its own "tensorizer_config" of these, and drops one that it is given.
     settings = {
         "tensorizer_uri": f"{request.folder}/{layout.tensorizer_uri_name(ranks)}",
         "deserialization_kwargs": dict(request.deserialization_kwargs),
@@ -34,7 +35,7 @@ def run(request: ReloadRequest, progress: Progress) -> ReloadResult:
                 ranks,
                 request.dtype,
                 load_format="tensorizer",
-                model_loader_extra_config={"tensorizer_config": settings},
+                model_loader_extra_config=settings,
             ) as llm:
                 progress.update("asking the artifact")
                 answers = ask(llm, request.prompts)
