@@ -1,9 +1,4 @@
-"""`tensorize`: what a person at a terminal does with the package.
-
-Exit codes: 0 done; 1 it was tried and failed, or what was checked is wrong; 2 it was asked wrongly
-(unknown option, no such model, no Dagster home). `--json` prints one JSON document on stdout; logs
-go to stderr.
-"""
+"""`tensorize`: what a person at a terminal does with the package."""
 
 from __future__ import annotations
 
@@ -33,8 +28,16 @@ from tensorize_assets.core.verify import verify_folder
 FAILED = 1
 WRONG = 2
 
+_HELP = """Turn Hugging Face models into verified tensors that vLLM loads straight onto its devices.
+
+Exit codes: 0 done; 1 it was tried and failed, or what was checked is wrong; 2 it was asked
+wrongly (unknown option, no such model, no Dagster home).
+
+With --json one JSON document goes to stdout; logs go to stderr.
+"""
+
 app = typer.Typer(
-    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 catalog_app = typer.Typer(help="The catalog: which models are built, and how.")
 app.add_typer(catalog_app, name="catalog", no_args_is_help=True)
@@ -43,7 +46,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 Model = Annotated[str, typer.Argument(help="Hub repo id, such as facebook/opt-125m.")]
 Suffix = Annotated[str, typer.Argument(help="Suffix of the profile, such as v1.")]
 
-_out = Console(soft_wrap=True)
+# Without a terminal there is no width to keep to, and tables must not lose digits.
+_WIDTH = None if sys.stdout.isatty() else 140
+_out = Console(soft_wrap=True, width=_WIDTH)
 _err = Console(stderr=True, soft_wrap=True)
 
 
@@ -158,9 +163,9 @@ def show(model: Model, as_json: Json = False) -> None:
     if as_json:
         _print_json({"model": model, "suffixes": rows})
         return
-    table = Table(
-        "suffix", "entry", "build", "commit", "TP", "bytes", "device", "load s", "checks", "when"
-    )
+    table = Table(title=model)
+    for name in ("suffix", "entry", "build", "commit", "TP", "bytes", "device", "load s", "checks"):
+        table.add_column(name, no_wrap=name not in ("device", "checks"), overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(str(column.header))) for column in table.columns))
     _out.print(table)
@@ -286,13 +291,16 @@ def _run_oneshot(home: Path, model: str, oneshot: dict[str, Any]) -> dict[str, A
             root=oneshot["root"],
         )
     except ValidationError as error:
-        wrong = "; ".join(
-            f"--{'.'.join(map(str, e['loc'])).removeprefix('profile.')}: {e['msg']}"
-            for e in error.errors()
-        )
-        raise CatalogError(wrong) from error
+        wrong = [f"{_option(e['loc'])}: {e['msg']}" for e in error.errors()]
+        raise CatalogError("; ".join(wrong)) from error
     with running.open_instance(home) as instance:
         return running.report(running.build_oneshot(instance, home, model, checked))
+
+
+def _option(field: tuple[int | str, ...]) -> str:
+    """The option that sets a field of a one-shot's profile."""
+    name = str(field[-1] if field else "")
+    return "--tp" if name == "tensor_parallel_size" else f"--{name.replace('_', '-')}"
 
 
 def _finish(report: dict[str, Any], as_json: bool) -> None:
@@ -331,11 +339,11 @@ def _channel_row(store: Store, trusted: tuple[str, ...], model: str, suffix: str
         "suffix": suffix,
         "entry": entry.number,
         "build": entry.build_id,
-        "commit": entry.commit,
+        "commit": entry.commit[:12],
         "directory": store.uri(entry.directory),
         "device": evidence.device_name if evidence else entry.device,
         "checks": _checks(evidence),
-        "when": f"{entry.when:%Y-%m-%d %H:%M}",
+        "when": entry.when.isoformat(timespec="seconds"),
     }
     if stored is not None:
         row["TP"] = stored.manifest.tensor_parallel_size
@@ -355,7 +363,7 @@ def _checks(evidence: Evidence | None) -> str:
 def _cell(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
-    return "" if value is None else str(value)[:40]
+    return "" if value is None else str(value)
 
 
 def _cached_config(model: str, revision: str) -> Mapping[str, Any] | None:
@@ -381,3 +389,7 @@ def _errors() -> Generator[None]:
     except TensorizeAssetsError as error:
         _err.print(f"error: {error}", markup=False, highlight=False)
         raise typer.Exit(WRONG if isinstance(error, CatalogError) else FAILED) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -20,20 +20,50 @@ from tensorize_assets.definitions import definitions
 
 @dg.logger
 def plain_logger(_: dg.InitLoggerContext) -> logging.Logger:
-    """What assets and workers log, a line each, on stderr; Dagster's own events left out."""
-    logger = logging.Logger("tensorize", logging.INFO)
+    """What assets and workers log, and how each step goes: a line each, on stderr."""
+    logger = logging.Logger("tensorize", logging.DEBUG)
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_worth_a_line)
     handler.setFormatter(_Line())
     logger.addHandler(handler)
     return logger
+
+
+def _event(record: logging.LogRecord) -> dg.DagsterEvent | None:
+    return getattr(record, "dagster_meta", {}).get("dagster_event")
+
+
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    event = _event(record)
+    if event is None:
+        return record.levelno >= logging.INFO
+    # A failure is told once, at the end; steps that it keeps from running are not news.
+    return event.event_type in (
+        dg.DagsterEventType.STEP_START,
+        dg.DagsterEventType.STEP_SUCCESS,
+        dg.DagsterEventType.STEP_UP_FOR_RETRY,
+    )
 
 
 class _Line(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         meta = getattr(record, "dagster_meta", {})
         step = meta.get("step_key") or "run"
+        event = _event(record)
+        if event is not None and event.event_type is dg.DagsterEventType.STEP_UP_FOR_RETRY:
+            retry = event.step_retry_data
+            return (
+                f"{step:<18} trying again in {retry.seconds_to_wait:.0f} s: {_reason(retry.error)}"
+            )
         level = "" if record.levelno <= logging.INFO else f"{record.levelname}: "
         return f"{step:<18} {level}{meta.get('orig_message') or record.getMessage()}"
+
+
+def _reason(error: Any) -> str:
+    """The first line of the innermost cause: what was raised, not what Dagster made of it."""
+    while error is not None and error.cause is not None:
+        error = error.cause
+    return str(error.message).strip().splitlines()[0] if error is not None else "unknown"
 
 
 def open_instance(home: Path) -> dg.DagsterInstance:
@@ -119,4 +149,4 @@ def _why(data: Any) -> str:
     failure = data.user_failure_data
     if failure is not None and failure.description:
         return str(failure.description)
-    return str(data.error_display_string).strip().splitlines()[0]
+    return _reason(data.error)

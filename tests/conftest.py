@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +17,13 @@ def hub() -> Iterator[LocalHub]:
     """A running local Hub without repos."""
     with LocalHub() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small random snapshot of each architecture, by its name."""
+    folder = tmp_path_factory.mktemp("tiny-models")
+    script = Path(__file__).parent / "worker" / "scripts" / "tiny_models.py"
+    # In a process of its own: transformers stays out of pytest's.
+    subprocess.run([sys.executable, str(script), str(folder)], check=True, capture_output=True)
+    return folder

@@ -57,9 +57,9 @@ def demo(directory: Path, *, everything: bool, say: Say) -> dict[str, Any]:
 
 def show(report: dict[str, Any], out: Console) -> None:
     """Print the demo's result as a table, and the reloaded model's own answer."""
-    table = Table(
-        "artifact", "ranks", "bytes", "tensorize s", "load s", "device", "checks", title=MODEL
-    )
+    table = Table(title=MODEL)
+    for name in ("artifact", "ranks", "bytes", "tensorize s", "load s", "device", "checks"):
+        table.add_column(name, no_wrap=name not in ("device", "checks"), overflow="fold")
     for build in report["builds"]:
         shards, reload = build.get("tensorized_shards", {}), build.get("reload_check", {})
         passed = sum(check["passed"] for check in build["checks"])
@@ -69,7 +69,7 @@ def show(report: dict[str, Any], out: Console) -> None:
             f"{shards.get('bytes', 0):,}",
             _seconds(shards.get("worker_seconds")),
             _seconds(reload.get("load_seconds")),
-            str(reload.get("device_name", "")),
+            f"{reload.get('device', '')} ({reload.get('device_name', '')})",
             f"{passed} of {len(build['checks'])} passed",
         )
     out.print(table)

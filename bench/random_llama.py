@@ -1,0 +1,26 @@
+"""Write a random Llama of 1.5 GB in bfloat16 into FOLDER: python random_llama.py FOLDER."""
+
+import sys
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+if __name__ == "__main__":
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=14,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    model.save_pretrained(sys.argv[1], max_shard_size="500MB")

@@ -1,0 +1,343 @@
+"""The `tensorize` command, as a process: exit codes, messages, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorize_assets.core import channel, evidence, layout, manifest, signing
+from tensorize_assets.core.compare import CHECKS
+from tensorize_assets.core.store import open_store
+from tensorize_assets.demo.hub_server import LocalHub
+
+MODEL = "org/tiny"
+SUFFIX = "v1"
+DAGSTER_YAML = Path(__file__).parent.parent / "dagster_home" / "dagster.yaml"
+CATALOG = """
+root: artifacts
+models:
+  org/tiny:
+    profiles:
+      v1: {reload_device: cpu}
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A Dagster home with one model in its catalog."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    shutil.copy(DAGSTER_YAML, folder)
+    (folder / "models.yaml").write_text(CATALOG)
+    return folder
+
+
+def tensorize(home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in `home`."""
+    return subprocess.run(
+        [sys.executable, "-m", "tensorize_assets.cli", *arguments],
+        env={**os.environ, "DAGSTER_HOME": str(home), "NO_COLOR": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def publish(home: Path, commit: str, *, suffix: str = SUFFIX) -> manifest.Manifest:
+    """Put a complete, reloaded and published build into the store, as the chain would."""
+    from tensorize_assets.core.build import BuildInputs, build_id
+    from tensorize_assets.core.publish import publish as move
+
+    store = open_store(str(home / "artifacts"))
+    key = signing.load_or_create_signing_key(home / "keys" / "signing.key")
+    inputs = BuildInputs(
+        model=MODEL, commit=commit, profile={}, vllm="0.31.0", torch="2.13.0", tensorizer="2.10.1"
+    )
+    directory = layout.artifact_dir(MODEL, suffix, build_id(inputs))
+    shard = home / "model.tensors"
+    shard.write_bytes(commit.encode() * 10)
+    digest = store.put_file(f"{directory}/model.tensors", shard)
+    file = manifest.FileEntry(path="model.tensors", size=digest.size, sha256=digest.sha256)
+    built = manifest.Manifest(
+        model=MODEL,
+        suffix=suffix,
+        build_id=build_id(inputs),
+        inputs=inputs,
+        snapshot=manifest.SnapshotEntry(
+            revision="main", commit=commit, files=(), weights_format="safetensors"
+        ),
+        profile={},
+        sharding="virtual",
+        tensor_parallel_size=1,
+        dtype="bfloat16",
+        architecture="LlamaForCausalLM",
+        dtype_census=manifest.DtypeCensus(by_dtype={}, model_dtype="bfloat16"),
+        stock_vllm=manifest.StockVllm(loadable=True),
+        versions={
+            "vllm": "0.31.0",
+            "torch": "2.13.0",
+            "tensorizer": "2.10.1",
+            "tensorize_assets": "0.1.0",
+            "python": "3.11",
+        },
+        files=(file,),
+        shards=(manifest.ShardEntry(rank=0, file="model.tensors", tensors=()),),
+    )
+    data = manifest.encode(built, key)
+    store.put_bytes(layout.manifest_key(directory), data)
+    proof = evidence.Evidence.model_validate(
+        {
+            "model": MODEL,
+            "suffix": suffix,
+            "build_id": built.build_id,
+            "manifest_sha256": manifest.manifest_sha256(data),
+            "device": "cpu",
+            "device_name": "a CPU",
+            "vllm_version": "0.31.0",
+            "tensor_parallel_size": 1,
+            "dtype": "bfloat16",
+            "passed": True,
+            "checks": [
+                {"name": name, "passed": True, "description": "as it should be"} for name in CHECKS
+            ],
+            "perplexity": 20.0,
+            "load": {
+                "bytes": 10,
+                "seconds": 0.5,
+                "bytes_per_second": 20.0,
+                "host_memory_before": 1,
+                "host_memory_after": 2,
+            },
+            "default_load_seconds": 1.0,
+            "prompts_digest": "0" * 12,
+            "when": "2026-11-29T12:00:00Z",
+        }
+    )
+    evidence.write_evidence(store, key, proof)
+    move(
+        store,
+        key,
+        (key.public_key,),
+        model=MODEL,
+        suffix=suffix,
+        build_id=built.build_id,
+        directory=directory,
+        device="cpu",
+    )
+    return built
+
+
+def test_help_names_every_command_and_the_exit_codes(home: Path) -> None:
+    """The first thing a newcomer reads."""
+    shown = tensorize(home, "--help").stdout
+
+    for word in ("demo", "build", "verify", "show", "rollback", "catalog", "Exit codes"):
+        assert word in shown
+
+
+def test_catalog_check_passes_a_good_file(home: Path) -> None:
+    """Zero means that a build can start from it."""
+    done = tensorize(home, "catalog", "check")
+
+    assert 0 == done.returncode
+    assert "no mistakes" in done.stdout
+
+
+def test_catalog_check_names_all_mistakes_at_once(home: Path) -> None:
+    """One round for the editor, not one a mistake; with file and line for the shell to jump to."""
+    (home / "models.yaml").write_text(CATALOG.replace("reload_device: cpu", "dtype: int3"))
+
+    done = tensorize(home, "catalog", "check")
+
+    assert 1 == done.returncode
+    assert f"{home}/models.yaml:6:" in done.stderr
+    assert "reload_device" in done.stderr
+    assert "dtype" in done.stderr
+
+
+def test_catalog_check_json_is_one_document(home: Path) -> None:
+    """For a CI job that reads it."""
+    (home / "models.yaml").write_text(CATALOG.replace("v1:", "'v 1':"))
+
+    done = tensorize(home, "catalog", "check", "--json")
+
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert 6 == problem["line"]
+
+
+def test_commands_refuse_a_catalog_with_mistakes(home: Path) -> None:
+    """A half-understood catalog must not build something else than was meant."""
+    (home / "models.yaml").write_text("models: 3\n")
+
+    done = tensorize(home, "show", MODEL)
+
+    assert 2 == done.returncode
+    assert "models.yaml:1" in done.stderr
+
+
+def test_no_dagster_home_says_where_it_looked(tmp_path: Path) -> None:
+    """Run in the wrong folder is the commonest mistake."""
+    done = tensorize(tmp_path / "nowhere", "build", MODEL)
+
+    assert 2 == done.returncode
+    assert "nowhere" in done.stderr
+
+
+def test_show_lists_what_is_published_and_what_is_not(home: Path) -> None:
+    """Who is paged asks first: which build is current?"""
+    built = publish(home, "a" * 40)
+
+    done = tensorize(home, "show", MODEL)
+
+    assert 0 == done.returncode
+    assert built.build_id in done.stdout
+    assert "7/7 passed" in done.stdout
+
+
+def test_show_json_has_the_directory(home: Path) -> None:
+    """A deploy script takes the folder from here."""
+    built = publish(home, "a" * 40)
+
+    (row,) = json.loads(tensorize(home, "show", MODEL, "--json").stdout)["suffixes"]
+
+    assert row["directory"].endswith(f"vllm/org/tiny/v1-{built.build_id}")
+
+
+def test_show_of_an_unknown_model_is_asked_wrongly(home: Path) -> None:
+    """A typo must not look like an empty result."""
+    done = tensorize(home, "show", "org/tinny")
+
+    assert 2 == done.returncode
+    assert "org/tinny" in done.stderr
+
+
+def test_verify_passes_an_untouched_directory(home: Path) -> None:
+    """Hashes alone: no vLLM, so it runs on any host that has the files."""
+    built = publish(home, "a" * 40)
+
+    done = tensorize(home, "verify", str(home / f"artifacts/vllm/org/tiny/v1-{built.build_id}"))
+
+    assert 0 == done.returncode, done.stderr
+    assert "all as the manifest says" in done.stdout
+
+
+def test_verify_names_the_changed_file(home: Path) -> None:
+    """One flipped byte of the same size is what a size check would miss."""
+    built = publish(home, "a" * 40)
+    folder = home / f"artifacts/vllm/org/tiny/v1-{built.build_id}"
+    data = bytearray((folder / "model.tensors").read_bytes())
+    data[7] ^= 1
+    (folder / "model.tensors").write_bytes(data)
+
+    done = tensorize(home, "verify", str(folder))
+
+    assert 1 == done.returncode
+    assert "model.tensors" in done.stderr
+
+
+def test_verify_of_a_plain_folder_says_that_it_is_no_artifact(tmp_path: Path) -> None:
+    """Without a manifest a directory does not exist for any reader."""
+    done = tensorize(tmp_path, "verify", str(tmp_path))
+
+    assert 1 == done.returncode
+    assert "manifest.json" in done.stderr
+
+
+def test_rollback_makes_the_build_before_current(home: Path) -> None:
+    """The one command of a bad night."""
+    first, second = publish(home, "a" * 40), publish(home, "b" * 40)
+
+    done = tensorize(home, "rollback", MODEL, SUFFIX)
+
+    assert 0 == done.returncode, done.stderr
+    assert first.build_id in done.stdout
+    store = open_store(str(home / "artifacts"))
+    found = channel.read_channel(store, MODEL, SUFFIX, None)
+    assert found is not None
+    assert [first.build_id, second.build_id, first.build_id] == [
+        entry.build_id for entry in found.channel.entries
+    ]
+
+
+def test_rollback_refuses_a_build_that_has_lost_a_file(home: Path) -> None:
+    """Rolling back onto a broken build would be the second outage."""
+    first = publish(home, "a" * 40)
+    publish(home, "b" * 40)
+    (home / f"artifacts/vllm/org/tiny/v1-{first.build_id}/model.tensors").unlink()
+
+    done = tensorize(home, "rollback", MODEL, SUFFIX)
+
+    assert 1 == done.returncode
+    assert "model.tensors is gone" in done.stderr
+
+
+def test_rollback_without_an_earlier_build_shows_the_history(home: Path) -> None:
+    """So that one can name a build with --to."""
+    publish(home, "a" * 40)
+
+    done = tensorize(home, "rollback", MODEL, SUFFIX)
+
+    assert 1 == done.returncode
+    assert "no earlier build" in done.stderr
+
+
+def test_build_refuses_options_that_contradict_the_catalog(home: Path) -> None:
+    """The catalog says what v1 means; a flag must not make it mean something else once."""
+    done = tensorize(home, "build", MODEL, "--suffix", SUFFIX, "--tp", "2")
+
+    assert 2 == done.returncode
+    assert "another --suffix" in done.stderr
+
+
+def test_build_names_the_wrong_option(home: Path) -> None:
+    """In the option's own spelling."""
+    done = tensorize(home, "build", "org/other", "--tp", "0", "--dtype", "int3")
+
+    assert 2 == done.returncode
+    assert "--tp:" in done.stderr
+    assert "--dtype:" in done.stderr
+
+
+def test_build_of_a_missing_repo_fails_with_the_hubs_reason(home: Path, hub: LocalHub) -> None:
+    """And not with a traceback, nor after minutes of retries."""
+    done = tensorize(home, "build", "org/absent", "--suffix", "x", HF_ENDPOINT=hub.endpoint)
+
+    assert 1 == done.returncode
+    assert "org/absent" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_build_json_reports_a_failure_too(home: Path, hub: LocalHub) -> None:
+    """stdout stays one JSON document, whatever happened."""
+    done = tensorize(home, "build", "org/absent", "--json", HF_ENDPOINT=hub.endpoint)
+
+    report = json.loads(done.stdout)
+    assert not report["success"]
+    assert "hf_snapshot" in report["errors"][0]
+
+
+def test_catalog_sync_adds_partitions_that_dagster_keeps(home: Path) -> None:
+    """The UI offers a pair only once it is a partition."""
+    done = tensorize(home, "catalog", "sync", "--json")
+
+    assert [[MODEL, SUFFIX]] == json.loads(done.stdout)["pairs"]
+    listed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import dagster as dg; print(dg.DagsterInstance.get()"
+            ".get_dynamic_partitions('tensorize_model'))",
+        ],
+        env={**os.environ, "DAGSTER_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "org--tiny" in listed.stdout
