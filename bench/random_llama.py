@@ -19,7 +19,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model = model.to_empty(device="cpu").bfloat16()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)

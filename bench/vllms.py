@@ -1,15 +1,13 @@
-"""Tensorize SNAPSHOT at TP into OUT with vLLM's own function: python vllms.py SNAPSHOT OUT TP.
+"""Tensorize MODEL at TP into OUT with vLLM's own function: python vllms.py MODEL OUT TP.
 
-As in vLLM's examples/features/tensorize_vllm_model.py. Left out is its copy of the tokenizer files,
-which asks the Hub for the served model's name and fails for a local folder, after the tensors are
-written. On a CPU it stores weights after the post-load step, so its files are not compared.
+As in vLLM's examples/features/tensorize_vllm_model.py. MODEL is a repo id: the function fetches the
+tokenizer files from the Hub by that name, also where the model is on disk. On a CPU it stores
+weights after the post-load step, so its files are not compared.
 """
 
 import os
 import sys
-from unittest.mock import patch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -17,18 +15,17 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import tensorizer
 
 if __name__ == "__main__":
-    snapshot, out, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    model, out, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
     name = "model.tensors" if size == 1 else "model-rank-%03d.tensors"
     if size > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     arguments = EngineArgs(
-        model=snapshot,
+        model=model,
         tensor_parallel_size=size,
         enforce_eager=True,
         max_model_len=1024,
         kv_cache_memory_bytes=256 << 20,
     )
-    with patch.object(tensorizer, "serialize_extra_artifacts"):
-        tensorizer.tensorize_vllm_model(
-            arguments, tensorizer.TensorizerConfig(tensorizer_uri=f"{out}/{name}")
-        )
+    tensorizer.tensorize_vllm_model(
+        arguments, tensorizer.TensorizerConfig(tensorizer_uri=f"{out}/{name}")
+    )

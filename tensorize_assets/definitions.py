@@ -15,7 +15,6 @@ from tensorize_assets.assets.reference_outputs import reference_outputs
 from tensorize_assets.assets.reload_check import reload_check
 from tensorize_assets.assets.tensorized_shards import tensorized_shards
 from tensorize_assets.io_managers import RecordIOManagerResource
-from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.keyring import KeyringResource
@@ -34,7 +33,6 @@ ASSETS = (
 build = dg.define_asset_job(  # pyright: ignore[reportUnknownMemberType]
     "build",
     selection=dg.AssetSelection.assets(*ASSETS),
-    partitions_def=model_suffix,
     description="One model and suffix, from its Hub revision to the moved channel.",
 )
 

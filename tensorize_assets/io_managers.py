@@ -1,14 +1,16 @@
 """Asset records as JSON files in the store. Nothing is pickled, and nothing unpickled."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import dagster as dg
-from pydantic import BaseModel
 from upath import UPath
 
+from tensorize_assets.assets.target import failure_of
 from tensorize_assets.core import jsonio, layout
 from tensorize_assets.core.catalog import from_partition_key
-from tensorize_assets.core.errors import StoreError
+from tensorize_assets.core.errors import StoreError, TensorizeAssetsError
 from tensorize_assets.core.store import open_store
 from tensorize_assets.partitions import MODEL, SUFFIX
 from tensorize_assets.resources.catalog import CatalogResource
@@ -23,6 +25,20 @@ class RecordIOManager(dg.UPathIOManager):
         self._store = open_store(root)
         self._root = UPath(root)
         super().__init__(base_path=self._root)
+
+    def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
+        with _failures():
+            super().handle_output(context, obj)
+
+    def load_input(self, context: dg.InputContext) -> Any:
+        with _failures():
+            return super().load_input(context)
+
+    def _get_path(self, context: dg.InputContext | dg.OutputContext) -> UPath:
+        raise StoreError(
+            f"{context.get_identifier()} has no partition; this IO manager keeps the records of "
+            f"assets that are partitioned by {MODEL} and {SUFFIX}"
+        )
 
     def _get_paths_for_partitions(
         self, context: dg.InputContext | dg.OutputContext
@@ -58,11 +74,22 @@ class RecordIOManager(dg.UPathIOManager):
         key = path.relative_to(self._root).as_posix()
         stored = self._store.get_bytes(key)
         if stored is None:
-            raise FileNotFoundError(str(path))
+            raise StoreError(
+                f"{self._store.uri(key)} does not exist: materialize the asset "
+                f"{context.asset_key.to_user_string()} for this partition first"
+            )
         expected = context.dagster_type.typing_type
-        if not (isinstance(expected, type) and issubclass(expected, BaseModel)):
+        if not (isinstance(expected, type) and issubclass(expected, jsonio.Record)):
             raise StoreError(f"the input for {path} needs a record type as its annotation")
-        return jsonio.load_record(expected, stored.data, self._store.uri(key))  # type: ignore[type-var]
+        return jsonio.load_record(expected, stored.data, self._store.uri(key))
+
+
+@contextmanager
+def _failures() -> Generator[None]:
+    try:
+        yield
+    except TensorizeAssetsError as error:
+        raise failure_of(error) from error
 
 
 class RecordIOManagerResource(dg.ConfigurableIOManagerFactory[RecordIOManager]):

@@ -5,7 +5,6 @@ from pathlib import PurePosixPath
 import dagster as dg
 
 from tensorize_assets.assets.target import (
-    RETRIES,
     failures,
     require_one_build,
     target_of,
@@ -35,7 +34,6 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
     group_name="tensorized_models",
     kinds={"json"},
     code_version="1",
-    retry_policy=RETRIES,
 )
 def artifact(
     context: dg.AssetExecutionContext,
@@ -49,10 +47,10 @@ def artifact(
 
     Without its manifest a directory does not exist for any reader; with it, it never changes.
     """
-    with failures():
+    with failures(context):
         target = target_of(context, catalog)
-        require_one_build(context, hf_snapshot, tensorized_shards)
-        store = open_store(hf_snapshot.root)
+        require_one_build(context, target, hf_snapshot, tensorized_shards)
+        store = open_store(target.root)
         done = read_manifest(store, hf_snapshot.directory, keyring.trusted())
         if done is not None:
             manifest, sha256 = done

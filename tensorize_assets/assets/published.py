@@ -4,7 +4,6 @@ import dagster as dg
 from pydantic import Field
 
 from tensorize_assets.assets.target import (
-    RETRIES,
     failures,
     require_one_build,
     target_of,
@@ -31,7 +30,6 @@ class PublishConfig(dg.Config):
     partitions_def=model_suffix,
     group_name="tensorized_models",
     code_version="1",
-    retry_policy=RETRIES,
 )
 def published(
     context: dg.AssetExecutionContext,
@@ -42,9 +40,9 @@ def published(
     keyring: KeyringResource,
 ) -> dg.MaterializeResult[PublishedRecord]:
     """The channel's newest entry. Believes the manifest and the evidence, not Dagster's state."""
-    with failures():
+    with failures(context):
         target = target_of(context, catalog)
-        require_one_build(context, artifact, reload_check)
+        require_one_build(context, target, artifact, reload_check)
         store = open_store(target.root)
         entry = publish(
             store,

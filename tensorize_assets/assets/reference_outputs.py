@@ -3,7 +3,6 @@
 import dagster as dg
 
 from tensorize_assets.assets.target import (
-    RETRIES,
     failures,
     require_one_build,
     target_of,
@@ -25,7 +24,6 @@ from tensorize_assets.resources.launcher import SubprocessLauncher
     group_name="tensorized_models",
     kinds={"vllm"},
     code_version="1",
-    retry_policy=RETRIES,
     pool="tensorize_worker",
 )
 def reference_outputs(
@@ -40,12 +38,12 @@ def reference_outputs(
     Made at the artifact's own dtype, TP and device: between TP sizes the order of reductions
     differs, and with it a token now and then.
     """
-    with failures():
+    with failures(context):
         target = target_of(context, catalog)
-        require_one_build(context, hf_snapshot)
+        require_one_build(context, target, hf_snapshot)
         profile = target.profile
         digest = prompts_digest(profile.prompts)
-        store = open_store(hf_snapshot.root)
+        store = open_store(target.root)
         key = layout.reference_key(
             hf_snapshot.inputs.commit,
             profile.dtype,

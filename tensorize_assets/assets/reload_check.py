@@ -1,5 +1,6 @@
 """reload_check: the artifact loaded as it will be served, and compared with its source."""
 
+import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -8,7 +9,6 @@ from pydantic import JsonValue
 
 from tensorize_assets.assets.reference_outputs import read_reference
 from tensorize_assets.assets.target import (
-    RETRIES,
     Target,
     failures,
     require_one_build,
@@ -36,26 +36,31 @@ from tensorize_assets.resources.launcher import SubprocessLauncher
 _KEY = dg.AssetKey("reload_check")
 
 
+def _check_specs() -> list[dg.AssetCheckSpec]:
+    with warnings.catch_warnings():
+        # Partitioned checks are in preview in Dagster 1.13, and without a partition a check has
+        # one status for all: a good model's pass would cover a bad one's failure.
+        warnings.simplefilter("ignore", dg.PreviewWarning)
+        return [
+            dg.AssetCheckSpec(
+                name=name,
+                asset=_KEY,
+                description=description,
+                blocking=True,
+                partitions_def=model_suffix,
+            )
+            for name, description in compare.CHECKS.items()
+        ]
+
+
 @dg.asset(
     key=_KEY,
     partitions_def=model_suffix,
     group_name="tensorized_models",
     kinds={"vllm"},
     code_version="1",
-    retry_policy=RETRIES,
     pool="tensorize_worker",
-    check_specs=[
-        dg.AssetCheckSpec(
-            name=name,
-            asset=_KEY,
-            description=description,
-            blocking=True,
-            # Without it a check has one status for all partitions: a good model's pass would
-            # cover a bad one's failure.
-            partitions_def=model_suffix,
-        )
-        for name, description in compare.CHECKS.items()
-    ],
+    check_specs=_check_specs(),
 )
 def reload_check(
     context: dg.AssetExecutionContext,
@@ -67,13 +72,13 @@ def reload_check(
 ) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult[ReloadRecord]]:
     """Evidence that this artifact loads and answers as its source does.
 
-    Every check emits a result whatever happens: Dagster lets downstream pass a blocking check
-    that says nothing.
+    Every check emits a result whatever fails: Dagster lets downstream pass a blocking check that
+    says nothing.
     """
     try:
-        with failures():
+        with failures(context):
             target = target_of(context, catalog)
-            require_one_build(context, artifact, reference_outputs)
+            require_one_build(context, target, artifact, reference_outputs)
             store = open_store(target.root)
             stored = read_manifest(store, artifact.directory, keyring.trusted())
             if stored is None or stored.sha256 != artifact.manifest_sha256:
@@ -93,13 +98,17 @@ def reload_check(
                 reload = launcher.run(
                     context, _request(store, target, stored, artifact), ReloadResult
                 ).result
-                perplexity = _published_perplexity(store, keyring, target, artifact.build_id)
+                perplexity = _published_perplexity(
+                    context, store, keyring, target, artifact.build_id
+                )
                 evidence = _evidence(
                     target, stored, reference_outputs, reference, reload, perplexity
                 )
                 write_evidence(store, keyring.key(), evidence)
-    except dg.Failure as failure:
-        yield from _results(context, compare.failed(failure.description or "not compared"))
+    except dg.RetryRequested:
+        raise  # not decided yet: the next attempt has results of its own
+    except Exception as error:
+        yield from _results(compare.failed(_reason(error)))
         raise
     if fresh:
         context.log.info(f"reloaded on {evidence.device_name}")
@@ -115,7 +124,7 @@ def reload_check(
             passed=evidence.passed,
         ),
         metadata=_metadata(evidence),
-        check_results=list(_results(context, evidence.checks)),
+        check_results=list(_results(evidence.checks)),
     )
 
 
@@ -161,7 +170,11 @@ def _passed_before(
 
 
 def _published_perplexity(
-    store: Store, keyring: KeyringResource, target: Target, build_id: str
+    context: dg.AssetExecutionContext,
+    store: Store,
+    keyring: KeyringResource,
+    target: Target,
+    build_id: str,
 ) -> float | None:
     """What the channel's current build had; None for a first build, or when it is this one."""
     published = channel.read_channel(store, target.model, target.suffix, keyring.trusted())
@@ -172,9 +185,16 @@ def _published_perplexity(
         found = read_evidence(
             store, entry.manifest_sha256, entry.device, entry.vllm_version, keyring.trusted()
         )
-    except TensorizeAssetsError:
+    except TensorizeAssetsError as error:
+        context.log.warning(f"the profile's own perplexity bound is used: {error}")
         return None
-    return found.perplexity if found else None
+    if found is None or found.perplexity is None:
+        context.log.warning(
+            f"the profile's own perplexity bound is used: the published build {entry.build_id} has "
+            "lost its evidence"
+        )
+        return None
+    return found.perplexity
 
 
 def _evidence(
@@ -199,7 +219,7 @@ def _evidence(
         dtype=manifest.dtype,
         passed=all(check.passed for check in checks),
         checks=checks,
-        perplexity=reload.answers.perplexity if reload.answers else None,
+        perplexity=compare.perplexity(reload.answers),
         load=_figures(reload),
         default_load_seconds=max((load.seconds for load in reference.loads), default=None),
         prompts_digest=reference_record.prompts_digest,
@@ -222,9 +242,13 @@ def _figures(reload: ReloadResult) -> LoadFigures | None:
     )
 
 
-def _results(
-    context: dg.AssetExecutionContext, checks: tuple[CheckOutcome, ...]
-) -> Iterator[dg.AssetCheckResult]:
+def _reason(error: Exception) -> str:
+    if isinstance(error, dg.Failure) and error.description:
+        return error.description
+    return f"{type(error).__name__}: {error}"
+
+
+def _results(checks: tuple[CheckOutcome, ...]) -> Iterator[dg.AssetCheckResult]:
     for check in checks:
         yield dg.AssetCheckResult(
             asset_key=_KEY,

@@ -3,7 +3,7 @@
 import dagster as dg
 
 from tensorize_assets.assets.target import (
-    RETRIES,
+    Target,
     failures,
     require_one_build,
     target_of,
@@ -28,7 +28,6 @@ SCRATCH = ".scratch"
     group_name="tensorized_models",
     kinds={"vllm", "tensorizer"},
     code_version="1",
-    retry_policy=RETRIES,
     pool="tensorize_worker",
 )
 def tensorized_shards(
@@ -44,15 +43,15 @@ def tensorized_shards(
     Ranks are built one after another on the CPU of one worker; peak memory is one shard.
     """
     metadata: dict[str, dg.MetadataValue | int | float | str | bool] = {}
-    with failures():
+    with failures(context):
         target = target_of(context, catalog)
-        require_one_build(context, hf_snapshot)
-        store = open_store(hf_snapshot.root)
+        require_one_build(context, target, hf_snapshot)
+        store = open_store(target.root)
         done = read_manifest(store, hf_snapshot.directory, keyring.trusted())
         if done is not None:
             result = _from_manifest(done.manifest)
             context.log.info(f"{store.uri(hf_snapshot.directory)} is complete: nothing to build")
-        elif (earlier := _stored_before(store, hf_snapshot)) is not None:
+        elif (earlier := _stored_before(store, catalog, target, hf_snapshot)) is not None:
             result = earlier
             context.log.info("the shards of an earlier, interrupted run are whole: kept")
         else:
@@ -64,9 +63,9 @@ def tensorized_shards(
                     model=target.model,
                     suffix=target.suffix,
                     snapshot_dir=str(folder),
-                    root=hf_snapshot.root,
+                    root=target.root,
                     directory=hf_snapshot.directory,
-                    scratch_dir=f"{hf_snapshot.root}/{SCRATCH}",
+                    scratch_dir=f"{target.root}/{SCRATCH}",
                     tensor_parallel_size=target.profile.tensor_parallel_size,
                     dtype=target.profile.dtype,
                     serialization_kwargs=target.profile.serialization_kwargs,
@@ -121,17 +120,22 @@ def _from_manifest(manifest: Manifest) -> ShardResult:
     )
 
 
-def _stored_before(store: Store, build: SnapshotRecord) -> ShardResult | None:
+def _stored_before(
+    store: Store, catalog: CatalogResource, target: Target, build: SnapshotRecord
+) -> ShardResult | None:
     """The result of an earlier run of this build, if every file of it is still what it was."""
-    key = layout.record_key("tensorized_shards", build.model, build.suffix)
-    stored = store.get_bytes(key)
+    # Records are in the catalog's root, also those of a one-shot build that has its own.
+    records = open_store(catalog.root())
+    key = target.record_key("tensorized_shards")
+    stored = records.get_bytes(key)
     if stored is None:
         return None
     try:
-        record = jsonio.load_record(ShardsRecord, stored.data, store.uri(key))
+        record = jsonio.load_record(ShardsRecord, stored.data, records.uri(key))
     except StoreError:
         return None  # of another release, or damaged: built anew
-    if record.build_id != build.build_id:
+    # The folder of a one-shot build is named by its suffix, which the build id does not hold.
+    if (record.build_id, record.suffix) != (build.build_id, build.suffix):
         return None
     for file in record.result.files:
         path = layout.file_key(build.directory, file.path)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tensorize_assets.core.catalog import Profile
 from tensorize_assets.core.evidence import CheckOutcome
 from tensorize_assets.core.manifest import Manifest
-from tensorize_assets.core.tasks import Answers, ReferenceResult, ReloadResult
+from tensorize_assets.core.tasks import (
+    Answers,
+    Output,
+    ReferenceResult,
+    ReloadResult,
+    TokenScore,
+)
 
 # Largest difference of a log-probability (natural logarithm) at one position that rounding in the
 # type explains; on one device and one TP the two loads usually agree to the bit.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
+# Stands for a difference that is infinite or no number, which the evidence's JSON cannot hold.
+_FAR = 1e30
+# What a worker sends for a perplexity that is not finite.
+_NO_PERPLEXITY = 1e300
 _SHOWN = 5
 
 
@@ -88,19 +98,21 @@ def _if_answered(
 
 
 def _tokens(source: Answers, got: Answers) -> CheckOutcome:
-    different = [
-        (want.prompt, want.text, have.text)
-        for want, have in zip(source.outputs, got.outputs, strict=True)
-        if [p.token for p in want.positions] != [p.token for p in have.positions]
-    ]
     count = len(source.outputs)
+    if _prompts(source) != _prompts(got):
+        return _outcome("token_ids_equal", False, "not compared: the prompts are not the same")
+    different = [
+        (want, have)
+        for want, have in zip(source.outputs, got.outputs, strict=True)
+        if _token_ids(want) != _token_ids(have)
+    ]
     if different:
-        prompt, want, have = different[0]
+        want, have = different[0]
         return _outcome(
             "token_ids_equal",
             False,
-            f"{len(different)} of {count} answers differ; to {prompt!r} the source says {want!r}, "
-            f"the artifact {have!r}",
+            f"{len(different)} of {count} answers differ; to {want.prompt!r} the source says "
+            f"{want.text!r}, the artifact {have.text!r}",
             prompts=count,
             different=len(different),
         )
@@ -115,18 +127,32 @@ def _tokens(source: Answers, got: Answers) -> CheckOutcome:
 
 
 def _logprobs(source: Answers, got: Answers, dtype: str) -> CheckOutcome:
-    tolerance = TOLERANCE[dtype]
-    worst = 0.0
+    """Compare the log-probabilities of the tokens that both sides list among their best.
+
+    One that only one side lists is at most as far off as its neighbours in rank. After the first
+    token that differs the two say different things: positions are compared up to and with it.
+    """
+    tolerance = TOLERANCE.get(dtype)
+    if tolerance is None:
+        return _outcome("logprobs_close", False, f"no tolerance is stated for dtype {dtype}")
+    if _prompts(source) != _prompts(got):
+        return _outcome("logprobs_close", False, "not compared: the prompts are not the same")
+    gaps: list[float] = []
     for want, have in zip(source.outputs, got.outputs, strict=True):
-        for one, other in zip(want.positions, have.positions, strict=True):
+        for one, other in _common_positions(want, have):
             shared = one.top.keys() & other.top.keys()
-            # A token that only one side lists among its best is at most as far off as its rank
-            # neighbours; with none in common the two disagree altogether.
-            worst = max(
-                [worst, *(abs(one.top[token] - other.top[token]) for token in shared)]
-                if shared
-                else [float("1e30")]
-            )
+            if not shared:
+                return _outcome(
+                    "logprobs_close",
+                    False,
+                    f"in the answer to {want.prompt!r} source and artifact have none of their "
+                    "best tokens in common",
+                    tolerance=tolerance,
+                )
+            gaps += [_gap(one.top[token], other.top[token]) for token in shared]
+    if not gaps:
+        return _outcome("logprobs_close", False, "not compared: the answers are empty")
+    worst = max(gaps)
     return _outcome(
         "logprobs_close",
         worst <= tolerance,
@@ -134,6 +160,27 @@ def _logprobs(source: Answers, got: Answers, dtype: str) -> CheckOutcome:
         largest_difference=worst,
         tolerance=tolerance,
     )
+
+
+def _gap(one: float, other: float) -> float:
+    gap = abs(one - other)
+    # NaN is neither larger nor smaller than anything: max() would lose it.
+    return gap if gap < _FAR else _FAR
+
+
+def _prompts(answers: Answers) -> list[str]:
+    return [output.prompt for output in answers.outputs]
+
+
+def _token_ids(output: Output) -> list[int]:
+    return [position.token for position in output.positions]
+
+
+def _common_positions(want: Output, have: Output) -> Iterator[tuple[TokenScore, TokenScore]]:
+    for one, other in zip(want.positions, have.positions, strict=False):
+        yield one, other
+        if one.token != other.token:
+            return
 
 
 def _hashes(manifest: Manifest, reload: ReloadResult) -> CheckOutcome:
@@ -173,6 +220,11 @@ def _complete(manifest: Manifest, reload: ReloadResult) -> CheckOutcome:
                 f"{where} loaded {name}, which the manifest does not list"
                 for name in sorted(load.tensors.keys() - names)
             ]
+            told = load.tensors.keys() | {*load.missing, *load.on_meta}
+            problems += [
+                f"{where} did not load {name}, which the manifest lists"
+                for name in sorted(names - told)
+            ]
     count = sum(len(load.tensors) for load in reload.loads)
     if problems:
         return _outcome(
@@ -199,6 +251,13 @@ def _finite(reload: ReloadResult) -> CheckOutcome:
     return _outcome("values_finite", True, "all weights and log-probabilities are finite")
 
 
+def perplexity(answers: Answers | None) -> float | None:
+    """The perplexity of the bundled text; None when it is not finite, or there are no answers."""
+    if answers is None or not answers.perplexity < _NO_PERPLEXITY:
+        return None
+    return answers.perplexity
+
+
 def _perplexity(got: Answers, profile: Profile, published_perplexity: float | None) -> CheckOutcome:
     if published_perplexity is None:
         bound = profile.max_perplexity
@@ -206,11 +265,14 @@ def _perplexity(got: Answers, profile: Profile, published_perplexity: float | No
     else:
         bound = published_perplexity * (1 + profile.perplexity_tolerance)
         why = f"{profile.perplexity_tolerance:.0%} above the published build's"
+    found = perplexity(got)
+    if found is None:
+        return _outcome("perplexity_sane", False, "it is not finite", bound=bound)
     return _outcome(
         "perplexity_sane",
-        got.perplexity <= bound,
-        f"{got.perplexity:.4g}, at most {bound:.4g} ({why})",
-        perplexity=got.perplexity,
+        found <= bound,
+        f"{found:.4g}, at most {bound:.4g} ({why})",
+        perplexity=found,
         bound=bound,
     )
 

@@ -59,11 +59,21 @@ def publish(
 
 
 def _rolled_back(history: Channel, build_id: str, vllm_version: str) -> bool:
-    """Whether the channel's last move was a rollback away from this build or a later one."""
-    current = history.current_for(vllm_version)
-    if current is None or current.reason != "rollback" or current.build_id == build_id:
+    """Whether the channel's last move was a rollback that took this build out of service.
+
+    It took out what was published after the build that it went back to. A build that this one
+    had superseded is not held: a revision that goes back to a known commit moves the channel.
+    """
+    moves = [entry for entry in history.entries if entry.vllm_version == vllm_version]
+    if not moves or moves[-1].reason != "rollback":
         return False
-    return any(entry.build_id == build_id for entry in history.entries)
+    *earlier, rollback = moves
+    for entry in reversed(earlier):
+        if entry.build_id == rollback.build_id:
+            break
+        if entry.build_id == build_id:
+            return True
+    return False
 
 
 def roll_back(

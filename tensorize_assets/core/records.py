@@ -19,11 +19,10 @@ class BuildRecord(Record):
 
 
 class SnapshotRecord(BuildRecord):
-    """The build as `hf_snapshot` fixed it: commit, profile, tools, and where it will stand."""
+    """The build as `hf_snapshot` fixed it: commit, profile, tools, and its place in the store."""
 
     inputs: BuildInputs
     profile: dict[str, JsonValue]
-    root: str
     directory: RelativePath
     snapshot: Snapshot
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensorizer import TensorDeserializer
-from tensorizer.serialization import HashType
+from tensorizer.serialization import HashMismatchError, HashType
 from tensorizer.stream_io import open_stream
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -43,37 +46,55 @@ class TensorizedModelLoader(TensorizerLoader):
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> torch.nn.Module:
-        """Raises ValueError, naming them, where the file's tensors are not the model's."""
+        """Raises ValueError for a file that is damaged, or whose tensors are not the model's, and
+        HashMismatchError for a tensor that is not what was written.
+        """
+        try:
+            return self._load_model(vllm_config, model_config, prefix)
+        except Exception as error:
+            # Of a rank that is a process of its own, vLLM tells its parent only that it failed.
+            if report.reporting():
+                report.write_failure(get_tensor_model_parallel_rank(), error)
+            raise
+
+    def _load_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
+    ) -> torch.nn.Module:
         self._verify_config(model_config, vllm_config.parallel_config)
         if vllm_config.parallel_config.tensor_parallel_size > 1:
             self.tensorizer_config.tensorizer_uri = self._uri() % get_tensor_model_parallel_rank()
-        if not vllm_tensorizer.is_vllm_tensorized(self.tensorizer_config):
-            return self._load_model_serialized_cpu(vllm_config=vllm_config, prefix=prefix)
+        with _file_errors(self._uri()):
+            ours = vllm_tensorizer.is_vllm_tensorized(self.tensorizer_config)
         device = torch.device(_device())
         with set_default_torch_dtype(model_config.dtype):
-            # On the real device: plain tensor attributes, which the file does not hold, are
-            # computed here. Parameters are allocated but untouched until theirs is read.
-            with device:
-                model = initialize_model(
-                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
-                )
-            self.load_weights(model, model_config)
+            if ours:
+                # On the real device: plain tensor attributes, which the file does not hold, are
+                # computed here. Parameters are allocated but untouched until theirs is read.
+                with device:
+                    model = initialize_model(
+                        vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                    )
+                self.load_weights(model, model_config)
+            else:
+                model = self._load_model_serialized_cpu(vllm_config=vllm_config, prefix=prefix)
             with torch.no_grad():
                 process_weights_after_loading(model, model_config, device)
         return model.eval()
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Fill a constructed model from the file; raises ValueError where they do not match."""
+        """Fill a constructed model from the file; raises as `load_model` does."""
         arguments = self.tensorizer_config._construct_tensorizer_args()
         memory = report.host_memory()
         start = time.perf_counter()
         with (
+            _file_errors(self._uri()),
             open_stream(self._uri(), mode="rb", **arguments.stream_kwargs) as stream,
             TensorDeserializer(
                 stream, device=_device(), lazy_load=True, **arguments.deserialization_kwargs
             ) as deserializer,
             torch.no_grad(),
         ):
+            _require_whole(self._uri(), deserializer)
             sink = _Sink(model, tuple(deserializer.keys()))
             deserializer.load_into_module(sink)  # type: ignore[arg-type]
             seconds = time.perf_counter() - start
@@ -81,17 +102,19 @@ class TensorizedModelLoader(TensorizerLoader):
             header_hashes = {
                 path.normalize_(): entry.header_hashes[HashType.SHA256]
                 for path, entry in deserializer._metadata.items()
-                if entry.header_hashes
+                if entry.header_hashes and HashType.SHA256 in entry.header_hashes
             }
         logger.info("Loaded %d bytes in %.2f s (%.0f MB/s)", size, seconds, size / seconds / 1e6)
-        missing = sorted(sink.slots.keys() - sink.filled)
+        missing = sorted(sink.slots.keys() - sink.filled - sink.unfit)
         if report.reporting():
             self._report(sink, header_hashes, seconds, size, memory, missing)
         if missing or sink.unexpected:
+            differences = filter(
+                None, (_names("missing", missing), _names("unexpected", sink.unexpected))
+            )
             raise ValueError(
-                f"{self._uri()} is not a file of this model at this "
-                f"tensor_parallel_size: {_names('missing', missing)}"
-                f"{_names('unexpected', sink.unexpected)}"
+                f"{self._uri()} is not a file of this model at this tensor_parallel_size and "
+                f"dtype: {'; '.join(differences)}"
             )
         model.requires_grad_(False)
         resize = getattr(vllm_tensorizer, "_resize_lora_embeddings", None)
@@ -158,6 +181,7 @@ class _Sink:
     stored: tuple[str, ...]
     slots: dict[str, _Slot] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)
+    unfit: set[str] = field(default_factory=set)
     unexpected: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -179,6 +203,7 @@ class _Sink:
             self.unexpected.append(name)
             return
         if slot.tensor.shape != tensor.shape or slot.tensor.dtype != tensor.dtype:
+            self.unfit.add(name)
             self.unexpected.append(
                 f"{name} {tuple(tensor.shape)} {tensor.dtype}, and the model's is "
                 f"{tuple(slot.tensor.shape)} {slot.tensor.dtype}"
@@ -202,6 +227,38 @@ class _Intake:
         self.sink.put(f"{self.path}.{name}", tensor)
 
 
+@contextmanager
+def _file_errors(uri: str) -> Iterator[None]:
+    """Name the file: tensorizer fails on a damaged one with whatever its parser stumbles over."""
+    try:
+        yield
+    except HashMismatchError as error:
+        raise HashMismatchError(f"{uri} is damaged: {error}") from error
+    except (
+        struct.error,
+        ValueError,
+        IndexError,
+        KeyError,
+        AssertionError,
+        OverflowError,
+        TypeError,
+    ) as error:
+        raise ValueError(
+            f"{uri} is damaged, cut short or no tensorizer file ({type(error).__name__}: {error}); "
+            "`tensorize verify` compares a directory with its manifest"
+        ) from error
+
+
+def _require_whole(uri: str, deserializer: TensorDeserializer) -> None:
+    """Where a file ends too early, tensorizer leaves the rest of its buffers as they were."""
+    if not Path(uri).is_file():
+        return
+    size = Path(uri).stat().st_size
+    end = max(entry.data_offset + entry.data_length for entry in deserializer._metadata.values())
+    if size < end:
+        raise ValueError(f"it has {size:,} bytes, and its tensors end at byte {end:,}")
+
+
 def _device() -> str:
     if current_platform.is_cpu():
         return "cpu"
@@ -211,4 +268,4 @@ def _device() -> str:
 def _names(kind: str, names: list[str]) -> str:
     if not names:
         return ""
-    return f"{len(names)} {kind} ({', '.join(names[:5])}{', …' if len(names) > 5 else ''}); "
+    return f"{len(names)} {kind} ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,18 @@ def write(report: RankLoad) -> None:
     (folder / f"rank-{report.rank:03d}.json").write_text(report.model_dump_json())
 
 
+def write_failure(rank: int, error: BaseException) -> None:
+    """Leave why a rank did not load in the same folder."""
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    (folder / f"failure-{rank:03d}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
 def host_memory() -> int:
     """Resident bytes of this process."""
     return psutil.Process().memory_info().rss
 
 
+@cache
 def device_name() -> str:
     """The device this process computes on, as its maker calls it."""
     if current_platform.is_cpu():
@@ -56,7 +64,9 @@ def tensor_reports(
         tensor = tensors[name].detach().cpu().contiguous()
         digest = header_hashes[name].copy()
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        finite = not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+        # Not every 8-bit type has its own `isfinite`.
+        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+        finite = bool(torch.isfinite(values).all())
         return TensorReport(sha256=digest.hexdigest(), finite=finite)
 
     names = [name for name in tensors if name in header_hashes]

@@ -22,6 +22,8 @@ class TimedDefaultLoader(DefaultModelLoader):
         start = time.perf_counter()
         super().load_weights(model, model_config)
         seconds = time.perf_counter() - start
+        if not report.reporting():
+            return
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         report.write(
             RankLoad(

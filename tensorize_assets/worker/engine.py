@@ -13,14 +13,19 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.config import LoadConfig
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 
 from tensorize_assets.core.errors import PreflightError
 from tensorize_assets.core.tasks import Answers, Device, Output, RankLoad, TokenScore
 from tensorize_assets.vllm_plugin import report
+from tensorize_assets.vllm_plugin.loader import TensorizedModelLoader
+from tensorize_assets.worker import model_builder
 
 # Enough for the prompts and the bundled text; vLLM's own choice would take most of the host.
-_KV_CACHE_BYTES = 256 << 20
+_LEAST_KV_CACHE_BYTES = 256 << 20
 _MAX_MODEL_LENGTH = 1024
 _NEW_TOKENS = 16
 _TOP = 5
@@ -57,7 +62,7 @@ def engine(folder: str, tensor_parallel_size: int, dtype: Any, **arguments: Any)
         dtype=dtype,
         distributed_executor_backend="uni" if tensor_parallel_size == 1 else "mp",
         enforce_eager=True,
-        kv_cache_memory_bytes=_KV_CACHE_BYTES,
+        kv_cache_memory_bytes=_kv_cache_bytes(folder, tensor_parallel_size, dtype),
         max_model_len=_context_length(folder),
         max_num_seqs=8,
         max_logprobs=_TOP,
@@ -73,17 +78,45 @@ def engine(folder: str, tensor_parallel_size: int, dtype: Any, **arguments: Any)
 
 @contextmanager
 def load_reports() -> Iterator[Path]:
-    """A folder into which every rank started inside reports its load."""
+    """A folder into which every rank started inside reports its load.
+
+    Raises:
+        PreflightError: vLLM has not found our plugin, which makes the reports.
+    """
     with TemporaryDirectory(prefix="load-report-") as folder:
         before = os.environ.get(report.FOLDER_VARIABLE)
         os.environ[report.FOLDER_VARIABLE] = folder
         try:
+            _require_plugin()
             yield Path(folder)
         finally:
             if before is None:
                 del os.environ[report.FOLDER_VARIABLE]
             else:
                 os.environ[report.FOLDER_VARIABLE] = before
+
+
+def _require_plugin() -> None:
+    # Only once the folder is named: the plugin looks for it when vLLM loads it.
+    load_general_plugins()
+    settings = {"tensorizer_config": {"tensorizer_uri": "model.tensors"}}
+    loader = get_model_loader(
+        LoadConfig(load_format="tensorizer", model_loader_extra_config=settings)
+    )
+    if not isinstance(loader, TensorizedModelLoader):
+        raise PreflightError(
+            "vLLM does not find the plugin of tensorize_assets, with whose loader an artifact is "
+            "checked. vLLM looks for entry points: install the package in the worker's "
+            "environment (pip install), PYTHONPATH is not enough"
+        )
+
+
+def load_failures(folder: Path) -> str:
+    """Why ranks did not load, one after another; empty where none said so."""
+    return "; ".join(
+        f"rank {int(path.stem.rpartition('-')[2])}: {path.read_text()}"
+        for path in sorted(folder.glob("failure-*"))
+    )
 
 
 def collect(folder: Path) -> tuple[RankLoad, ...]:
@@ -154,6 +187,21 @@ def _text_logprobs(llm: LLM) -> list[float]:
         for token, scores in zip(ids, scored.prompt_logprobs or (), strict=True)
         if scores
     ]
+
+
+def _kv_cache_bytes(folder: str, tensor_parallel_size: int, dtype: Any) -> int:
+    """Room on each rank for two requests of the greatest length: vLLM refuses less than one."""
+    config = model_builder.configure(folder, tensor_parallel_size, dtype)
+    model = config.model_config
+    # Keys and values of every layer.
+    values = (
+        2
+        * model.get_num_layers(config.parallel_config)
+        * model.get_num_kv_heads(config.parallel_config)
+        * model.get_head_size()
+    )
+    token = values * model.dtype.itemsize
+    return max(_LEAST_KV_CACHE_BYTES, 2 * _MAX_MODEL_LENGTH * token)
 
 
 def _context_length(folder: str) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+# Our entry point among `vllm.general_plugins`.
+_PLUGIN = "tensorize_assets"
+
 _SETTINGS = {
     # The engine stays in this process at TP=1: half the start-up time, and one process to watch.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -24,3 +27,7 @@ def prepare() -> None:
     """Apply the settings; what the user has set stays."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+    # A user who names the plugins of a server did not mean to take the worker's loader away.
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is not None and _PLUGIN not in named.split(","):
+        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, (named, _PLUGIN)))

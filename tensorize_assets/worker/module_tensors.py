@@ -9,6 +9,14 @@ import torch
 
 Kind = Literal["parameter", "buffer"]
 
+MARKER = "vllm_tensorized_marker"
+"""vLLM takes the direct path (no weight iterator) where a file holds a tensor of this name."""
+
+
+def marker() -> torch.nn.Parameter:
+    """The tensor that goes under `MARKER`, as vLLM's own script makes it: without data."""
+    return torch.nn.Parameter(torch.tensor((1,), device="meta"), requires_grad=False)
+
 
 def module_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor]]:
     """Every parameter and buffer, also non-persistent ones; a tied tensor under each name.

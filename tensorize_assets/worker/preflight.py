@@ -10,7 +10,7 @@ import torch
 from tensorizer._NumpyTensor import _NumpyTensor
 
 from tensorize_assets.core.errors import PreflightError
-from tensorize_assets.worker.module_tensors import module_tensors
+from tensorize_assets.worker.module_tensors import MARKER, marker, module_tensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # tensorizer reserves this much for its index and raises "Metadata overflow" half-way through.
 METADATA_REGION = 256 * 1024
 _MAX_DIMENSION = 2**32
-_MAX_NAME = 2**16
+_MAX_NAME = 2**16 - 1
 
 
 def check_model(config: VllmConfig, where: str) -> None:
@@ -50,9 +50,14 @@ def check_tensors(model: torch.nn.Module, where: str) -> int:
         PreflightError: the format cannot hold them.
     """
     total = 0
-    index = 0
+    index = _index_entry_size(f".{MARKER}", marker())
     count = 0
     for name, _, tensor in module_tensors(model):
+        if len(name.encode()) > _MAX_NAME:
+            raise PreflightError(
+                f"{where}: a tensor's name has {len(name.encode())} bytes; tensorizer's format "
+                f"holds names of up to {_MAX_NAME}: {name[:80]!r}…"
+            )
         index += _index_entry_size(name, tensor)
         count += 1
         total += tensor.numel() * tensor.element_size()
@@ -82,9 +87,6 @@ def check_scratch(folder: Path, needed: int, where: str) -> None:
 
 def _index_entry_size(name: str, tensor: Any) -> int:
     """Bytes of one entry in tensorizer's index (its `_MetadataDeserializer._read_entry`)."""
-    encoded = len(name.encode())
-    if encoded >= _MAX_NAME:
-        raise PreflightError(f"tensor name of {encoded} bytes: tensorizer holds up to 65535")
     sample = _NumpyTensor.from_tensor(torch.empty((0,), dtype=tensor.dtype))
     dtype = sample.numpy_dtype + (f"\0{sample.torch_dtype}" if sample.is_opaque else "")
-    return 2 + encoded + 1 + 1 + len(dtype) + 1 + 4 * tensor.ndim + 24
+    return 2 + len(name.encode()) + 1 + 1 + len(dtype) + 1 + 4 * tensor.ndim + 24

@@ -12,10 +12,12 @@ from tensorizer import serialization as tensorizer_format
 
 from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.manifest import FileEntry, TensorEntry
+from tensorize_assets.worker.module_tensors import MARKER
 
-MARKER = ".vllm_tensorized_marker"
 _CHUNK = 8 << 20
 _KINDS: dict[int, Literal["parameter", "buffer"]] = {0: "parameter", 1: "buffer"}
+# tensorizer ends a file with the length of a header that does not come.
+_END = bytes(8)
 
 
 def read_back(path: Path) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
@@ -26,63 +28,95 @@ def read_back(path: Path) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
     Raises:
         WorkerError: what the file holds is not what was written to it.
     """
+    try:
+        return _read(path)
+    except WorkerError:
+        raise
+    except Exception as error:  # Damage stops tensorizer's parser anywhere.
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def _read(path: Path) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
     with TensorDeserializer(str(path), device="cpu", lazy_load=True) as reader:
         entries = sorted(reader._metadata.values(), key=lambda entry: entry.offset)
     tensors: list[TensorEntry] = []
     whole = hashlib.sha256()
+    marked = False
     with path.open("rb") as file, ThreadPoolExecutor(1) as beside:
-        position = 0
+        _hash_to(file, whole, entries[0].offset)
         for entry in entries:
-            _skim(file, whole, entry.offset - position)
+            # Nothing lies between tensors: a gap is one that fell out of the index.
+            if file.tell() != entry.offset:
+                raise _damaged(path, f"bytes {file.tell()} to {entry.offset} are of no tensor")
             header_bytes = file.read(entry.data_offset - entry.offset)
             whole.update(header_bytes)
             header = tensorizer_format._TensorHeaderDeserializer(bytearray(header_bytes))
+            _require_same(path, header, entry)
             name = str(header.name.normalize_())
             digest = header.compute_sha256()
             left = entry.data_length
             while left:
                 chunk = file.read(min(_CHUNK, left))
                 if not chunk:
-                    raise WorkerError(f"{path.name} ends inside tensor {name!r}: the disk lost it")
+                    raise _damaged(path, f"it ends inside tensor {name!r}")
                 # hashlib lets go of the interpreter lock: both hashes run at once.
                 ahead = beside.submit(digest.update, chunk)
                 whole.update(chunk)
                 ahead.result()
                 left -= len(chunk)
-            position = entry.data_offset + entry.data_length
-            stored = _stored_sha256(header)
+            stored = _stored_sha256(path, header)
             if digest.digest() != stored:
-                raise WorkerError(
-                    f"tensor {name!r} in {path.name} reads back differently than it was written "
-                    f"(SHA-256 {digest.hexdigest()}, written {stored.hex()}); check the scratch "
-                    "disk and run again"
+                raise _damaged(
+                    path,
+                    f"tensor {name!r} has SHA-256 {digest.hexdigest()}, and had {stored.hex()} "
+                    "when it was written",
                 )
-            if name != MARKER:
+            if name == f".{MARKER}":
+                marked = True
+            else:
                 tensors.append(_tensor_entry(entry, name, stored.hex()))
-        _skim(file, whole, None)
+        end = file.read(len(_END) + 1)
+        if end != _END:
+            raise _damaged(
+                path, f"what follows its last tensor at byte {file.tell()} is not its end"
+            )
+        whole.update(end)
         size = file.tell()
-    if MARKER not in {entry.name.normalize_() for entry in entries}:
-        raise WorkerError(f"{path.name} carries no vLLM marker; stock vLLM would not load it")
+    if not marked:
+        raise WorkerError(
+            f"{path.name} carries no vLLM marker, and vLLM would not load it as a model of its "
+            "own; write it with write_shard"
+        )
     tensors.sort(key=lambda tensor: tensor.name)
     return FileEntry(path=path.name, size=size, sha256=whole.hexdigest()), tuple(tensors)
 
 
-def _skim(file: BinaryIO, whole: Any, length: int | None) -> None:
-    """Hash `length` bytes (to the end if None) that belong to no tensor."""
-    while length is None or length > 0:
-        chunk = file.read(_CHUNK if length is None else min(_CHUNK, length))
-        if not chunk:
-            return
+def _damaged(path: Path, how: str) -> WorkerError:
+    return WorkerError(
+        f"{path.name} reads back differently than it was written: {how}. Check the scratch disk "
+        f"({path.parent}) and run again"
+    )
+
+
+def _hash_to(file: BinaryIO, whole: Any, position: int) -> None:
+    """Hash from here up to `position`, or to the end of a file that is shorter."""
+    while chunk := file.read(min(_CHUNK, max(0, position - file.tell()))):
         whole.update(chunk)
-        if length is not None:
-            length -= len(chunk)
 
 
-def _stored_sha256(header: Any) -> bytes:
+def _require_same(path: Path, header: Any, entry: Any) -> None:
+    """A tensor's hash covers its own header, not its entry in the index of the file."""
+    ours = (header.name, header.tensor_type, header.dtype, header.shape, header.data_length)
+    theirs = (entry.name, entry.type, entry.dtype, entry.shape, entry.data_length)
+    if ours != theirs:
+        raise _damaged(path, f"its index and the header of tensor {header.name} disagree")
+
+
+def _stored_sha256(path: Path, header: Any) -> bytes:
     for stored in header.hashes:
         if stored.type == tensorizer_format.HashType.SHA256:
             return bytes(stored.hash)
-    raise WorkerError(f"tensor {header.name.normalize_()!r} was written without a SHA-256")
+    raise _damaged(path, f"tensor {header.name} has no SHA-256")
 
 
 def _tensor_entry(entry: Any, name: str, sha256: str) -> TensorEntry:

@@ -13,7 +13,7 @@ def run(request: ReferenceRequest, progress: Progress) -> ReferenceResult:
     """Load and ask.
 
     Raises:
-        PreflightError: this host has not the device asked for.
+        PreflightError: this host has not the device asked for, or its vLLM not our plugin.
     """
     check_device(request.device, request.tensor_parallel_size, f"{request.model} {request.suffix}")
     progress.update("starting the engine on the source")

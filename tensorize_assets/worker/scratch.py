@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,24 +14,32 @@ from pathlib import Path
 from tensorize_assets.core.errors import WorkerError
 
 _LOCK = ".lock"
+# A sweep or a worker that is just leaving holds a lock for a moment.
+_TRIES = 10
+_PAUSE_S = 0.1
 
 
 @contextmanager
-def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
-    """An empty folder `parent/name`, held by a lock and removed at the end.
+def scratch_folder(parent: Path, build: str) -> Iterator[Path]:
+    """An empty folder in `parent` for `build`, held by a lock and removed at the end.
 
     Folders beside it that no living process holds are swept.
 
     Raises:
         WorkerError: another process is building the same thing.
     """
-    parent.mkdir(parents=True, exist_ok=True)
+    # One-shot builds of two models may have the same last part.
+    name = f"{Path(build).name}-{hashlib.sha256(build.encode()).hexdigest()[:8]}"
     folder = parent / name
-    folder.mkdir(exist_ok=True)
-    lock = _try_lock(folder)
-    if lock is None:
+    for _ in range(_TRIES):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _try_lock(folder)
+        if lock is not None:
+            break
+        time.sleep(_PAUSE_S)
+    else:
         raise WorkerError(
-            f"another worker is building {name} (it holds {folder / _LOCK}); wait for it, then "
+            f"another worker is building {build} (it holds {folder / _LOCK}); wait for it, then "
             "run again: what it completes is not built twice"
         )
     try:

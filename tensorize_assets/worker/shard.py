@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import platform
 import time
 from collections import Counter, defaultdict
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
 from tensorize_assets import __version__
 from tensorize_assets.core import layout
-from tensorize_assets.core.errors import PreflightError
+from tensorize_assets.core.errors import PreflightError, WorkerError
 from tensorize_assets.core.manifest import (
     CastEntry,
     DtypeCensus,
@@ -29,7 +31,7 @@ from tensorize_assets.core.manifest import (
 from tensorize_assets.core.store import FileDigest, open_store
 from tensorize_assets.core.tasks import ShardRequest, ShardResult
 from tensorize_assets.worker import census, model_builder, preflight
-from tensorize_assets.worker.module_tensors import tied_names
+from tensorize_assets.worker.module_tensors import module_tensors, tied_names
 from tensorize_assets.worker.read_back import read_back
 from tensorize_assets.worker.scratch import scratch_folder
 from tensorize_assets.worker.session import Progress
@@ -69,23 +71,24 @@ def run(request: ShardRequest, progress: Progress) -> ShardResult:
     ranks = request.tensor_parallel_size
     progress.update("configuring vLLM")
     with clock("configure"):
-        config = model_builder.configure(request.snapshot_dir, ranks, request.dtype)
+        config = model_builder.configure(request.snapshot_dir, ranks, request.dtype, where)
         preflight.check_model(config, where)
     store = open_store(request.root)
     files: list[FileEntry] = []
     shards: list[ShardEntry] = []
     counts: list[RankCensus] = []
     tied: set[tuple[str, ...]] = set()
-    with scratch_folder(Path(request.scratch_dir), Path(request.directory).name) as scratch:
+    with scratch_folder(Path(request.scratch_dir), request.directory) as scratch:
         for rank in range(ranks):
             path = scratch / layout.shard_name(rank, ranks)
             with virtual_rank(rank, ranks):
-                counted, groups = _write_rank(config, rank, path, request, progress, clock)
+                counted, groups, names = _write_rank(config, rank, path, request, progress, clock)
             counts.append(counted)
             tied.update(groups)
             with clock("verify"):
                 progress.update("verifying", rank, ranks)
                 file, tensors = read_back(path)
+                _require_all(file, tensors, names, where)
             with clock("store"):
                 progress.update("storing", rank, ranks)
                 key = layout.file_key(request.directory, file.path)
@@ -118,7 +121,8 @@ def _write_rank(
     request: ShardRequest,
     progress: Progress,
     clock: _Stopwatch,
-) -> tuple[RankCensus, tuple[tuple[str, ...], ...]]:
+) -> tuple[RankCensus, tuple[tuple[str, ...], ...], set[str]]:
+    """The rank's census, its groups of tied names, and all its names."""
     ranks = request.tensor_parallel_size
     where = f"{request.model} {request.suffix}, rank {rank} of {ranks}"
     progress.update("loading", rank, ranks)
@@ -127,12 +131,21 @@ def _write_rank(
             model = model_builder.construct(config)
         size = preflight.check_tensors(model, where)
         if rank == 0:
-            preflight.check_scratch(path.parent, size * ranks, where)
+            needed = (size + preflight.METADATA_REGION) * ranks
+            preflight.check_scratch(path.parent, needed, where)
         with _refusals(f"{where}: vLLM's own weight loader refuses this snapshot"):
-            model_builder.load_weights(config, model)
+            model_builder.load_weights(
+                config,
+                model,
+                lambda tensors, done: progress.update(
+                    "loading", rank, ranks, tensors_done=tensors, bytes_done=done
+                ),
+                where,
+            )
     with clock("census"):
         counted = census.rank_census(model, rank, config.model_config.dtype)
         groups = tied_names(model)
+        names = {name for name, _, _ in module_tensors(model)}
     with clock("write"):
         write_shard(
             model,
@@ -142,7 +155,18 @@ def _write_rank(
         )
     del model
     gc.collect()
-    return counted, groups
+    return counted, groups, names
+
+
+def _require_all(
+    file: FileEntry, tensors: tuple[TensorEntry, ...], names: set[str], where: str
+) -> None:
+    found = {tensor.name for tensor in tensors}
+    if found != names:
+        raise WorkerError(
+            f"{where}: {file.path} holds {len(found)} tensors and the model has {len(names)}; "
+            f"they differ in {', '.join(sorted(found ^ names)[:5])}"
+        )
 
 
 @contextmanager
@@ -150,6 +174,11 @@ def _refusals(what: str) -> Iterator[None]:
     """Report what vLLM refuses as such: retrying, or another host, does not help."""
     try:
         yield
+    except pickle.UnpicklingError as error:
+        raise PreflightError(
+            f"{what}: a weights file asks to run code or holds other objects than tensors, and is "
+            f"not read ({_one_line(error)}). Use a repo, or a revision, with safetensors"
+        ) from error
     except (
         ValueError,
         RuntimeError,
@@ -159,12 +188,22 @@ def _refusals(what: str) -> Iterator[None]:
         TypeError,
         AttributeError,
         ImportError,
+        SafetensorError,
     ) as error:
+        if "can't allocate memory" in str(error):
+            raise WorkerError(
+                f"{what}: the memory of this host does not hold one rank ({_one_line(error)}). "
+                "Run the worker on a larger host, or use a larger tensor_parallel_size"
+            ) from error
         raise PreflightError(
-            f"{what} ({type(error).__name__}: {' '.join(str(error).split())[:400]}). If it refuses "
+            f"{what} ({type(error).__name__}: {_one_line(error)}). If it refuses "
             "this tensor_parallel_size, real ranks fail alike: choose another. If the CPU build "
             "lacks a part, the model needs executor mode (vLLM's own ranks on their devices)"
         ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]
 
 
 def _stock_vllm(config: VllmConfig, merged: DtypeCensus) -> StockVllm:

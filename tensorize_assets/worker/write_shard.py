@@ -12,7 +12,7 @@ import torch
 from tensorizer import TensorSerializer
 
 from tensorize_assets.core.errors import WorkerError
-from tensorize_assets.worker.module_tensors import module_tensors
+from tensorize_assets.worker.module_tensors import MARKER, marker, module_tensors
 
 
 def write_shard(
@@ -29,11 +29,7 @@ def write_shard(
     for name, _, tensor in module_tensors(model):
         if tensor.is_meta:
             raise WorkerError(f"tensor {name!r} was never given values (it is on the meta device)")
-    # vLLM takes the direct path (no weight iterator) where it finds this name.
-    model.register_parameter(
-        "vllm_tensorized_marker",
-        torch.nn.Parameter(torch.tensor((1,), device="meta"), requires_grad=False),
-    )
+    model.register_parameter(MARKER, marker())
     done = Event()
 
     def watch() -> None:
