@@ -133,10 +133,12 @@ def append(
     device: Device,
     trusted: Collection[str] | None,
     when: datetime | None = None,
+    unless: Callable[[Channel], bool] | None = None,
 ) -> Channel:
     """Make a build current for `vllm_version` and return the channel.
 
-    Does nothing when it is current there already, with evidence of this device. That the evidence
+    Does nothing when it is current there already, with evidence of this device, or when `unless`
+    says so of the very history that would be added to. That the evidence
     exists and passes is the caller's to verify. `when` is now unless given.
 
     Raises StoreError and SignatureError as `read_channel` does, ConflictError when others kept
@@ -144,6 +146,8 @@ def append(
     """
 
     def extend(channel: Channel | None) -> tuple[ChannelEntry, ...]:
+        if channel is not None and unless is not None and unless(channel):
+            return ()
         entries = channel.entries if channel else ()
         entry = ChannelEntry(
             number=len(entries) + 1,

@@ -62,6 +62,12 @@ class WorkerError(TensorizeAssetsError):
     """The worker failed; the message carries its own error."""
 
 
+class WorkerBusyError(WorkerError):
+    """Another worker is building the same thing; what it completes need not be built again."""
+
+    retryable: ClassVar[bool] = True
+
+
 class WorkerKilledError(WorkerError):
     """The worker was killed from outside, most often for its memory.
 

@@ -49,7 +49,7 @@ class WorkerFailure(Record):
     work went wrong. Only what nobody foresaw carries a traceback.
     """
 
-    kind: Literal["preflight", "input", "failed"]
+    kind: Literal["preflight", "input", "busy", "failed"]
     message: str
     traceback: str | None = None
 

@@ -39,9 +39,6 @@ def publish(
     stored = require_manifest(store, directory, build_id, trusted)
     version = stored.manifest.inputs.vllm
     require_evidence(store, stored, device, version, trusted)
-    found = channel.read_channel(store, model, suffix, trusted)
-    if found is not None and not republish and _rolled_back(found.channel, build_id, version):
-        return found.channel.current_for(version) or found.channel.current
     moved = channel.append(
         store,
         key,
@@ -54,6 +51,7 @@ def publish(
         vllm_version=version,
         device="cuda" if device == "cuda" else "cpu",
         trusted=trusted,
+        unless=lambda history: not republish and _rolled_back(history, build_id, version),
     )
     return moved.current_for(version) or moved.current
 

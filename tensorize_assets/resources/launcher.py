@@ -27,7 +27,12 @@ from dagster_pipes import PipesDefaultMessageWriter, PipesMessage, PipesParams
 from pydantic import Field
 
 from tensorize_assets.core import processes
-from tensorize_assets.core.errors import PreflightError, WorkerError, WorkerKilledError
+from tensorize_assets.core.errors import (
+    PreflightError,
+    WorkerBusyError,
+    WorkerError,
+    WorkerKilledError,
+)
 from tensorize_assets.core.jsonio import Record
 from tensorize_assets.core.protocol import (
     LAUNCH_VARIABLE,
@@ -437,6 +442,8 @@ def _failed(outcome: _Outcome, failure: WorkerFailure, secrets: Sequence[bytes])
         return PreflightError(message)
     if failure.kind == "input":
         return WorkerError(message)
+    if failure.kind == "busy":
+        return WorkerBusyError(message)
     if outcome.oom_kills > 0:
         # A rank was killed; what the worker says of it is only that it is gone.
         return WorkerKilledError(f"{message}\n{_memory(outcome)} {_cause(outcome, None)}")

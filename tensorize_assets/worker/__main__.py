@@ -17,7 +17,12 @@ from dagster_pipes import (
     open_dagster_pipes,
 )
 
-from tensorize_assets.core.errors import PreflightError, TensorizeAssetsError, WorkerError
+from tensorize_assets.core.errors import (
+    PreflightError,
+    TensorizeAssetsError,
+    WorkerBusyError,
+    WorkerError,
+)
 from tensorize_assets.core.protocol import (
     REQUEST_EXTRA,
     WorkerFailure,
@@ -104,6 +109,8 @@ def _answer(
             return getattr(import_module(module), function)(request, progress)
     except PreflightError as error:
         return WorkerFailure(kind="preflight", message=str(error))
+    except WorkerBusyError as error:
+        return WorkerFailure(kind="busy", message=str(error))
     except TensorizeAssetsError as error:
         return WorkerFailure(kind="failed", message=str(error))
     except Exception as error:  # noqa: BLE001 - whatever a library raises is reported as such

@@ -126,7 +126,9 @@ def _empty_is_nan() -> Iterator[None]:
     """Memory that is allocated and not filled holds NaN, for floating-point types."""
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    # A property of the module's class, which pyright does not see.
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tensorize_assets.core.errors import WorkerError
+from tensorize_assets.core.errors import WorkerBusyError
 
 _LOCK = ".lock"
 # A sweep or a worker that is just leaving holds a lock for a moment.
@@ -26,7 +26,7 @@ def scratch_folder(parent: Path, build: str) -> Iterator[Path]:
     Folders beside it that no living process holds are swept.
 
     Raises:
-        WorkerError: another process is building the same thing.
+        WorkerBusyError: another process is building the same thing.
     """
     # One-shot builds of two models may have the same last part.
     name = f"{Path(build).name}-{hashlib.sha256(build.encode()).hexdigest()[:8]}"
@@ -38,7 +38,7 @@ def scratch_folder(parent: Path, build: str) -> Iterator[Path]:
             break
         time.sleep(_PAUSE_S)
     else:
-        raise WorkerError(
+        raise WorkerBusyError(
             f"another worker is building {build} (it holds {folder / _LOCK}); wait for it, then "
             "run again: what it completes is not built twice"
         )

@@ -254,6 +254,34 @@ def test_a_publisher_that_is_overtaken_reads_again(store: LocalStore) -> None:
     assert "abc" == history(publish(OvertakenStore(store.root, others), C))
 
 
+def test_what_forbids_a_move_is_asked_of_the_history_that_is_added_to(store: LocalStore) -> None:
+    """A rollback between a publisher's look and its move must not be undone by it."""
+    publish(store, A)
+    seen: list[int] = []
+
+    def rolled_back(channel: Channel) -> bool:
+        seen.append(len(channel.entries))
+        return True
+
+    moved = channels.append(
+        store,
+        KEY,
+        MODEL,
+        SUFFIX,
+        build_id=B,
+        directory=layout.artifact_dir(MODEL, SUFFIX, B),
+        manifest_sha256="b" * 64,
+        commit="c" * 40,
+        vllm_version="0.31.0",
+        device="cpu",
+        trusted=None,
+        unless=rolled_back,
+    )
+
+    assert [1] == seen
+    assert A == moved.current.build_id
+
+
 def test_a_rollback_that_is_overtaken_by_the_same_one_moves_once(store: LocalStore) -> None:
     """Decided anew after the lost race, "the build before" would undo the first rollback."""
     publish(store, A)

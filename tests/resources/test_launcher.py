@@ -18,7 +18,12 @@ import pytest
 
 import tensorize_assets
 from tensorize_assets.core import processes
-from tensorize_assets.core.errors import PreflightError, WorkerError, WorkerKilledError
+from tensorize_assets.core.errors import (
+    PreflightError,
+    WorkerBusyError,
+    WorkerError,
+    WorkerKilledError,
+)
 from tensorize_assets.core.protocol import PROTOCOL_VERSION, redact
 from tensorize_assets.resources import launcher as launcher_module
 from tensorize_assets.resources.launcher import LaunchReport, SubprocessLauncher
@@ -143,6 +148,13 @@ def test_a_refusal_is_a_preflight_error():
     launch = _launch("refuse")
     assert isinstance(launch.error, PreflightError)
     assert str(launch.error) == "refuse: 2 KV heads do not divide by 3 ranks"
+
+
+def test_a_worker_that_another_one_keeps_out_may_be_tried_again():
+    """Two runs of one build: the second finds it done when it comes back."""
+    launch = _launch("wait")
+    assert isinstance(launch.error, WorkerBusyError)
+    assert launch.error.retryable
 
 
 def test_a_foreseen_failure_is_told_in_its_own_words():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fake_workers.messages import FakeRequest, FakeResult
 
-from tensorize_assets.core.errors import PreflightError, WorkerError
+from tensorize_assets.core.errors import PreflightError, WorkerBusyError, WorkerError
 from tensorize_assets.core.protocol import WorkerResult
 from tensorize_assets.worker import session
 from tensorize_assets.worker.session import Progress
@@ -32,6 +32,10 @@ def answer_and_stay(request: FakeRequest, progress: Progress) -> FakeResult:
 
 def refuse(request: FakeRequest, progress: Progress) -> FakeResult:
     raise PreflightError("2 KV heads do not divide by 3 ranks")
+
+
+def wait(request: FakeRequest, progress: Progress) -> FakeResult:
+    raise WorkerBusyError("another worker is building it")
 
 
 def fail(request: FakeRequest, progress: Progress) -> FakeResult:

@@ -18,6 +18,7 @@ _NAMES = (
     "reveal",
     "send_signal",
     "refuse",
+    "wait",
     "report_progress",
     "wrong_result",
 )
