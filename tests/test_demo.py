@@ -20,9 +20,9 @@ STOCK = Path(__file__).parent / "worker" / "scripts" / "stock_cases.py"
 
 def demo(folder: Path, *options: str) -> dict[str, Any]:
     """Run the demo in `folder` and return its report."""
+    command = [sys.executable, "-m", "tensorize_assets.cli", "demo", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "tensorize_assets.cli", "demo", "--directory", str(folder)]
-        + ["--json", *options],
+        [*command, "--directory", str(folder), *options],
         capture_output=True,
         text=True,
         check=False,
@@ -69,9 +69,9 @@ def test_the_published_directory_loads_in_stock_vllm(report: dict[str, Any], fol
         "VLLM_NO_USAGE_STATS": "1",
     }
 
+    folders = [str(folder / "snapshot"), report["builds"][0]["directory"]]
     subprocess.run(
-        [sys.executable, str(STOCK), str(cases), str(folder / "snapshot")]
-        + [report["builds"][0]["directory"]],
+        [sys.executable, str(STOCK), str(cases), *folders],
         env={**os.environ, **variables},
         check=True,
         capture_output=True,

@@ -1,12 +1,13 @@
 """Load every model below MODELS in vLLM's own ranks and have each rank write its file into OUT.
 
-    python real_matrix.py MODELS OUT TP
+    python real_matrix.py MODELS OUT TP…
 
-One executor is started; its ranks, with their real process groups, then load the other models
-through vLLM's own `load_model`, of which only the post-load step is left out: it packs weights for
-this processor.
+For each TP one executor is started; its ranks, with their real process groups, then load the other
+models through vLLM's own `load_model`, of which only the post-load step is left out: it packs
+weights for this processor.
 """
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -41,11 +42,12 @@ def write_rank(_worker: object, folder: str, size: int, out: str) -> int:
     return rank
 
 
-def main(models: Path, out: Path, size: int) -> None:
-    folders = sorted(models.iterdir())
+def write_all(folders: list[Path], out: Path, size: int) -> None:
     config = model_builder.configure(str(folders[0]), size, "bfloat16")
     # Else start-up fails on vLLM's estimate of what the host has left.
     config.cache_config.kv_cache_memory_bytes = 64 << 20
+    # vLLM's default but for CPUs, where it says "spawn": each rank would import all anew, 10 s.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     executor = Executor.get_class(config)(config)
     try:
         for folder in folders:
@@ -57,5 +59,11 @@ def main(models: Path, out: Path, size: int) -> None:
         executor.shutdown()
 
 
+def main(models: Path, out: Path, sizes: list[int]) -> None:
+    # TP=1 is had in this process, whose threads a fork would not have: last.
+    for size in sorted(sizes, reverse=True):
+        write_all(sorted(models.iterdir()), out, size)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), [int(size) for size in sys.argv[3:]])

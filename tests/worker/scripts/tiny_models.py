@@ -2,8 +2,9 @@
 
     python tiny_models.py FOLDER
 
-Eight heads and four KV heads, so that TP 1, 2 and 4 all divide them; a vocabulary that vLLM has to
-pad; a tokenizer trained on a paragraph, so that an engine can be asked something.
+Eight heads and four KV heads, so that TP 1, 2 and 4 all divide them, each of 32 dimensions, the
+fewest that vLLM's attention takes on a CPU; a vocabulary that vLLM has to pad; a tokenizer trained
+on a paragraph, so that an engine can be asked something.
 """
 
 import sys
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 _TEXT = "the quick brown fox jumps over the lazy dog while seven wizards watch from a high tower"
-_SIZES: dict[str, Any] = {"vocab_size": 500, "hidden_size": 64, "max_position_embeddings": 512}
+_SIZES: dict[str, Any] = {"vocab_size": 500, "hidden_size": 256, "max_position_embeddings": 512}
 _LLAMA_LIKE: dict[str, Any] = {
     **_SIZES,
     "intermediate_size": 128,
@@ -39,15 +40,15 @@ CONFIGS = {
         ffn_dim=128,
         num_hidden_layers=2,
         num_attention_heads=8,
-        word_embed_proj_dim=64,
+        word_embed_proj_dim=256,
     ),
     # Biases on q, k and v, and tied embeddings.
     "qwen2": Qwen2Config(**_LLAMA_LIKE, tie_word_embeddings=True),
-    "gemma": GemmaConfig(**_LLAMA_LIKE, head_dim=8),
+    "gemma": GemmaConfig(**_LLAMA_LIKE, head_dim=32),
     "gpt_neox": GPTNeoXConfig(
         **_SIZES, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8
     ),
-    "gpt2": GPT2Config(vocab_size=500, n_embd=64, n_layer=2, n_head=8, n_positions=512),
+    "gpt2": GPT2Config(vocab_size=500, n_embd=256, n_layer=2, n_head=8, n_positions=512),
 }
 
 

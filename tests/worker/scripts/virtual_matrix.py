@@ -8,7 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from tensorize_assets.core.tasks import ShardRequest
+from building import request
+
 from tensorize_assets.worker import shard
 from tensorize_assets.worker.session import Progress
 
@@ -17,17 +18,8 @@ def main(models: Path, out: Path, sizes: list[int]) -> None:
     results = {}
     for model in sorted(models.iterdir()):
         for size in sizes:
-            request = ShardRequest(
-                model=f"tiny/{model.name}",
-                suffix=f"tp{size}",
-                snapshot_dir=str(model),
-                root=str(out),
-                directory=f"vllm/tiny/{model.name}/tp{size}",
-                scratch_dir=str(out / ".scratch"),
-                tensor_parallel_size=size,
-                dtype="bfloat16",
-            )
-            result = shard.run(request, Progress.silent())
+            asked = request(model, out, f"{model.name}/tp{size}", tensor_parallel_size=size)
+            result = shard.run(asked, Progress.silent())
             results[f"{model.name}-{size}"] = result.model_dump(mode="json")
     (out / "results.json").write_text(json.dumps(results))
 

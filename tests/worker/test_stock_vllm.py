@@ -1,0 +1,64 @@
+"""An artifact directory loads in stock vLLM, so that a GPU host with plain vLLM can load it.
+
+Stock code runs as it is, with no plugin and nothing of this project in the process. Two things that
+it lacks on a CPU are put in: `torch.accelerator.current_device_index()`, which raises without an
+accelerator, is 0; and after stock `load_model` the script calls `process_weights_after_loading`,
+which stock never calls for tensorizer files and without which a CPU's linear layers have no kernel
+at all (`layer.cpu_linear`). On CUDA that step changes nothing in these models. So the tensors are
+held equal as stock `load_model` leaves them, and the tokens after that step.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+# Untied, and tied with biases.
+MODELS = ("llama", "qwen2")
+
+
+@pytest.fixture(scope="session")
+def cases(
+    tiny_models: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactory, run_script: Any
+) -> dict[str, Any]:
+    """What stock vLLM made of two artifacts and their sources."""
+    path = tmp_path_factory.mktemp("stock") / "cases.json"
+    folders = [folder / name for name in MODELS for folder in (tiny_models, artifacts)]
+    variables = {
+        "VLLM_PLUGINS": "",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    run_script("stock_cases.py", path, *folders, **variables)
+    return json.loads(path.read_text())
+
+
+def test_nothing_of_this_project_is_in_the_process(cases: dict[str, Any]) -> None:
+    """An empty VLLM_PLUGINS names no plugin, where an unset one allows all."""
+    assert [] == cases["ours"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stock_load_model_has_every_tensor_of_the_file(
+    cases: dict[str, Any], built: dict[str, Any], name: str
+) -> None:
+    """Type, shape and bytes, after the cast to the model's type that stock vLLM asks for."""
+    case = cases[name]
+    assert case["stored"] == case["loaded"]
+    names = {tensor["name"] for tensor in built[f"{name}-1"]["shards"][0]["tensors"]}
+    assert names == case["loaded"].keys()
+    assert built[f"{name}-1"]["stock_vllm"]["loadable"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stock_vllm_answers_as_from_the_source(cases: dict[str, Any], name: str) -> None:
+    """Greedy tokens of the artifact and of the snapshot, both in stock vLLM."""
+    assert 16 == len(cases[name]["source"][0])
+    assert cases[name]["source"] == cases[name]["artifact"]
