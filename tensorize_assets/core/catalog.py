@@ -52,7 +52,6 @@ SERIALIZATION_ARGUMENTS: Mapping[str, Literal["switch", "count"]] = {
     "limit_cpu_concurrency": "count",
 }
 DESERIALIZATION_ARGUMENTS: Mapping[str, Literal["switch", "count"]] = {
-    "lazy_load": "switch",
     "num_readers": "count",
     "plaid_mode": "switch",
     "plaid_mode_buffers": "count",
@@ -73,6 +72,7 @@ REFUSED_DESERIALIZATION_ARGUMENTS: Mapping[str, str] = {
     "dtype": f"{_VLLM_DECIDES}; set dtype in the profile instead",
     "mode": f"{_VLLM_DECIDES}: a load always reads; remove this line",
     "file_obj": "the loader names the file itself; remove this line",
+    "lazy_load": "the loader always sets it itself; remove this line",
     "encryption": "keys never stand in a catalog, and the loader passes them itself; remove "
     "this line",
     "filter_func": "a function cannot be written in YAML, and a reload reads every tensor; "

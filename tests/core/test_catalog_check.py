@@ -199,9 +199,9 @@ ONE_MISTAKE: dict[str, tuple[str, int, str, list[str]]] = {
         ["whole number"],
     ),
     "switch of a wrong type": (
-        _argument("lazy_load: 1"),
+        _argument("plaid_mode: 1"),
         8,
-        f"{KWARGS}.lazy_load",
+        f"{KWARGS}.plaid_mode",
         ["true or false"],
     ),
     "argument without a value": (
