@@ -2,9 +2,13 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 DAGSTER_HOME ?= $(CURDIR)/dagster_home
+# Where the demo keeps its artifacts: s3 (SeaweedFS, started and stopped by the demo) or disk.
+ROOT ?= s3
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 PINS := requirements/cpu.txt
+# Apart from the rest: awscrt changes what boto3 does by its mere presence.
+CLIENTS := $(abspath $(VENV))/bench-clients
 # A new set of pins is a new stamp; an unchanged one makes a second set-up do nothing.
 STAMP := $(VENV)/.pins-$(firstword $(shell cat $(PINS) pyproject.toml scripts/setup.sh | sha256sum))
 
@@ -18,12 +22,12 @@ $(STAMP):
 	@touch $@
 
 demo: setup
-	@echo "demo: SmolLM2-135M-Instruct from a local Hub to a published artifact (TP=1)"
-	@$(BIN)/tensorize demo --directory demo
+	@echo "demo: SmolLM2-135M-Instruct from a local Hub to a published artifact (TP=1, root: $(ROOT))"
+	@$(BIN)/tensorize demo --directory demo --root $(ROOT)
 
 demo-all: setup
-	@echo "demo-all: SmolLM2-135M-Instruct at TP=1 and TP=3"
-	@$(BIN)/tensorize demo --directory demo --all
+	@echo "demo-all: SmolLM2-135M-Instruct at TP=1 and TP=3 (root: $(ROOT))"
+	@$(BIN)/tensorize demo --directory demo --root $(ROOT) --all
 
 test: setup
 	@echo "test: unit tests, local servers, and real vLLM engines on the CPU"
@@ -45,7 +49,8 @@ ui: setup
 
 bench: setup
 	@echo "bench: tensorizing against vLLM's own script, memory, re-runs, import time"
-	@$(PY) -m bench
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(CLIENTS) -r requirements/bench.txt
+	@CLIENTS=$(CLIENTS) $(PY) -m bench
 
 lock:
 	@PYTHON="$(PYTHON)" bash scripts/lock.sh

@@ -22,6 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench import s3
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
 from tensorize_assets.demo.run import MODEL, make_snapshot
 
@@ -116,6 +117,8 @@ BENCHES: dict[str, Callable[[int, Path], list[Row]]] = {
     "rerun": rerun,
     "location": location,
     "demo": demo,
+    "transfer": s3.transfer,
+    "tensorize_s3": s3.tensorize_s3,
 }
 
 

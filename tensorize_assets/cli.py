@@ -15,15 +15,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tensorize_assets.core import catalog_check, channel, hub
-from tensorize_assets.core.catalog import Catalog, Profile, load_catalog
-from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
+from tensorize_assets.cli_store import store_app
+from tensorize_assets.core import catalog_check, channel, hub, s3
+from tensorize_assets.core.catalog import Catalog, Profile, load_catalog, resolve_root
+from tensorize_assets.core.copy import copy_build, directory_of
+from tensorize_assets.core.errors import CatalogError, ManifestError, TensorizeAssetsError
 from tensorize_assets.core.evidence import Evidence, read_evidence
-from tensorize_assets.core.manifest import read_manifest
+from tensorize_assets.core.manifest import read_manifest, read_unplaced
 from tensorize_assets.core.publish import roll_back
 from tensorize_assets.core.signing import load_or_create_signing_key
 from tensorize_assets.core.store import Store, open_store
-from tensorize_assets.core.verify import verify_folder
+from tensorize_assets.core.verify import verify_folder, verify_place
 
 FAILED = 1
 WRONG = 2
@@ -41,6 +43,7 @@ app = typer.Typer(
 )
 catalog_app = typer.Typer(help="The catalog: which models are built, and how.")
 app.add_typer(catalog_app, name="catalog", no_args_is_help=True)
+app.add_typer(store_app, name="store")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Model = Annotated[str, typer.Argument(help="Hub repo id, such as facebook/opt-125m.")]
@@ -57,6 +60,10 @@ def demo(
     directory: Annotated[
         Path, typer.Option(help="Folder for everything that the demo makes.")
     ] = Path("demo"),
+    root: Annotated[
+        Literal["s3", "disk"],
+        typer.Option(help="Where artifacts go: an S3 server that the demo runs, or a folder."),
+    ] = "s3",
     everything: Annotated[
         bool, typer.Option("--all", help="Also tensor_parallel_size 3: three ranks.")
     ] = False,
@@ -66,7 +73,7 @@ def demo(
     from tensorize_assets.demo import run
 
     with _errors():
-        report = run.demo(directory.absolute(), everything=everything, say=_say)
+        report = run.demo(directory.absolute(), root=root, everything=everything, say=_say)
     if as_json:
         _print_json(report)
     else:
@@ -94,7 +101,10 @@ def build(
     ] = None,
     serialized_directory: Annotated[
         str | None,
-        typer.Option(help="Root folder, as vLLM's script has it. Default: the catalog's root."),
+        typer.Option(
+            help="Root, as vLLM's script has it: a folder or s3://bucket/prefix. Default: the "
+            "catalog's root."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -120,19 +130,22 @@ def build(
         oneshot = {
             "suffix": suffix or str(uuid.uuid4()),
             "profile": _profile(options),
-            "root": str(Path(serialized_directory).absolute()) if serialized_directory else None,
+            "root": serialized_directory and _absolute(serialized_directory),
         }
         _finish(_run_oneshot(home, model, oneshot), as_json)
 
 
 @app.command()
 def verify(
-    directory: Annotated[Path, typer.Argument(help="Artifact directory on this disk.")],
+    directory: Annotated[str, typer.Argument(help="Artifact directory: a folder or s3:// URI.")],
     as_json: Json = False,
 ) -> None:
     """Hash every file of an artifact directory and compare with its manifest. Needs no vLLM."""
     with _errors():
-        report = verify_folder(directory.absolute(), None)
+        if s3.is_s3(directory):
+            report = verify_place(_open(directory), None)
+        else:
+            report = verify_folder(Path(directory).absolute(), None)
     if as_json:
         _print_json(report.model_dump(mode="json", exclude={"manifest"}))
     else:
@@ -189,6 +202,40 @@ def rollback(
         _print_json(entry.model_dump(mode="json"))
     else:
         _out.print(f"{model} {suffix} is at build {entry.build_id} (entry {entry.number})")
+
+
+@app.command()
+def copy(
+    source: Annotated[
+        str, typer.Argument(help="Artifact directory to copy: a folder or s3:// URI.")
+    ],
+    target: Annotated[
+        str, typer.Argument(help="Root to copy it to: a folder or s3://bucket/prefix.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Copy a build with its manifest and evidence to another root; verified on arrival.
+
+    Interrupted, it keeps what arrived: run it again. Between two roots of one S3 endpoint the
+    bytes do not pass through here. Moves no channel.
+    """
+    with _errors():
+        place = _open(source)
+        found = read_unplaced(place, "", None)
+        if found is None:
+            raise ManifestError(f"{source} has no manifest.json: it is no finished artifact")
+        directory = directory_of(found.manifest, _absolute(source))
+        root = _absolute(source).rstrip("/").removesuffix(f"/{directory}")
+        report = copy_build(_open(root), directory, _open(target), None, _say)
+    if as_json:
+        _print_json({"target": target, **report._asdict()})
+    else:
+        _out.print(
+            f"{target}: {directory}: {report.copied} files copied ({report.copied_bytes:,} bytes, "
+            f"{report.server_side} by the store itself), {report.kept} there already, all as the "
+            "manifest says",
+            markup=False,
+        )
 
 
 @catalog_app.command("check")
@@ -257,8 +304,21 @@ def _key(home: Path) -> Any:
 
 
 def _store(home: Path, catalog: Catalog) -> tuple[Store, tuple[str, ...]]:
-    root = (_catalog_path(home).parent / Path(catalog.root).expanduser()).resolve()
-    return open_store(str(root)), (_key(home).public_key,)
+    root = resolve_root(catalog, _catalog_path(home))
+    access = s3.resolve(catalog.s3) if s3.is_s3(root) else None
+    return open_store(root, access), (_key(home).public_key,)
+
+
+def _absolute(place: str) -> str:
+    return place if s3.is_s3(place) else str(Path(place).absolute())
+
+
+def _open(place: str) -> Store:
+    """The store at a folder or s3:// URI; S3 is reached as the catalog says, where there is one."""
+    if not s3.is_s3(place):
+        return open_store(_absolute(place))
+    path = _catalog_path(_home())
+    return open_store(place, s3.resolve(load_catalog(path).s3 if path.is_file() else None))
 
 
 def _profile(options: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from tensorize_assets.assets.published import published
 from tensorize_assets.assets.reference_outputs import reference_outputs
 from tensorize_assets.assets.reload_check import reload_check
 from tensorize_assets.assets.tensorized_shards import tensorized_shards
-from tensorize_assets.io_managers import RecordIOManagerResource
+from tensorize_assets.io_managers import ManifestIOManager
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.keyring import KeyringResource
 from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.store import StoreResource
 
 ASSETS = (
     hf_snapshot,
@@ -47,14 +48,18 @@ def resources(folder: Path) -> dict[str, object]:
     catalog = CatalogResource(
         path=os.environ.get("TENSORIZE_CATALOG") or str(folder / "models.yaml")
     )
+    artifact_store = StoreResource(
+        catalog=catalog, scratch=os.environ.get("TENSORIZE_SCRATCH") or str(folder / "scratch")
+    )
     return {
         "catalog": catalog,
+        "artifact_store": artifact_store,
         "hub_access": HubResource(
             cache_dir=os.environ.get("TENSORIZE_HUB_CACHE") or str(folder / "hub")
         ),
         "keyring": KeyringResource(signing_key=str(folder / "keys" / "signing.key")),
         "launcher": SubprocessLauncher(),
-        "io_manager": RecordIOManagerResource(catalog=catalog),
+        "io_manager": ManifestIOManager(store=artifact_store),
     }
 
 

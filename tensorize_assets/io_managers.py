@@ -1,28 +1,37 @@
-"""Asset records as JSON files in the store. Nothing is pickled, and nothing unpickled."""
+"""Records and values of assets as JSON in the store. Nothing is pickled, and nothing unpickled."""
 
+import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import dagster as dg
+from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 from upath import UPath
 
-from tensorize_assets.assets.target import failure_of
+from tensorize_assets.assets.target import BUILD_TAG, failure_of
 from tensorize_assets.core import jsonio, layout
 from tensorize_assets.core.catalog import from_partition_key
-from tensorize_assets.core.errors import StoreError, TensorizeAssetsError
-from tensorize_assets.core.store import open_store
+from tensorize_assets.core.errors import BuildMismatchError, StoreError, TensorizeAssetsError
+from tensorize_assets.core.records import BuildRecord
+from tensorize_assets.core.store import Store
 from tensorize_assets.partitions import MODEL, SUFFIX
-from tensorize_assets.resources.catalog import CatalogResource
+from tensorize_assets.resources.store import StoreResource
+
+IOContext = dg.InputContext | dg.OutputContext
 
 
-class RecordIOManager(dg.UPathIOManager):
-    """Writes each partition's record where `layout.record_key` says, whole or not at all."""
+class JsonIOManager(dg.UPathIOManager):
+    """Writes each asset's record or JSON value where `layout` says, whole or not at all.
+
+    Records of tensorize_assets go to `records/`, what other assets return (pydantic models and
+    JSON values) to `values/`.
+    """
 
     extension = ".json"
 
-    def __init__(self, root: str) -> None:
-        self._store = open_store(root)
+    def __init__(self, store: Store, root: str) -> None:
+        self._store = store
         self._root = UPath(root)
         super().__init__(base_path=self._root)
 
@@ -34,26 +43,18 @@ class RecordIOManager(dg.UPathIOManager):
         with _failures():
             return super().load_input(context)
 
-    def _get_path(self, context: dg.InputContext | dg.OutputContext) -> UPath:
-        raise StoreError(
-            f"{context.get_identifier()} has no partition; this IO manager keeps the records of "
-            f"assets that are partitioned by {MODEL} and {SUFFIX}"
-        )
+    def _get_path(self, context: IOContext) -> UPath:
+        parts = context.asset_key.path if context.has_asset_key else context.get_identifier()
+        return self._root / layout.value_key(parts, ())
 
-    def _get_paths_for_partitions(
-        self, context: dg.InputContext | dg.OutputContext
-    ) -> dict[str, UPath]:
-        return {key: self._root / self._key(context, key) for key in context.asset_partition_keys}
+    def _get_paths_for_partitions(self, context: IOContext) -> dict[str, UPath]:
+        return {
+            key: self._root / _partition_key(context, key) for key in context.asset_partition_keys
+        }
 
-    def _key(self, context: dg.InputContext | dg.OutputContext, partition: str) -> str:
-        dimensions = getattr(partition, "keys_by_dimension", None)
-        if dimensions is None or set(dimensions) != {MODEL, SUFFIX}:
-            raise StoreError(
-                f"{context.asset_key.to_user_string()}: partition {partition!r} is not a "
-                f"{MODEL} and a {SUFFIX}; this IO manager keeps only tensorize_assets' records"
-            )
-        asset = context.asset_key.path[-1]
-        return layout.record_key(asset, from_partition_key(dimensions[MODEL]), dimensions[SUFFIX])
+    def _get_multipartition_backcompat_paths(self, context: IOContext) -> dict[str, UPath]:
+        """None: nothing was ever stored by the joined key of an old Dagster."""
+        return {}
 
     def _handle_transition_to_partitioned_asset(
         self, context: dg.OutputContext, path: UPath
@@ -63,25 +64,84 @@ class RecordIOManager(dg.UPathIOManager):
     def make_directory(self, path: UPath) -> None:
         """The store makes folders itself, each durable before its content."""
 
+    def path_exists(self, path: UPath) -> bool:
+        return self._store.stat(self._key(path)) is not None
+
+    def unlink(self, path: UPath) -> None:
+        self._store.delete(self._key(path))
+
     def dump_to_path(self, context: dg.OutputContext, obj: Any, path: UPath) -> None:
-        if not isinstance(obj, jsonio.Record):
-            raise StoreError(f"{path} keeps records, not {type(obj).__name__}")
-        key = path.relative_to(self._root).as_posix()
-        data = jsonio.canonical(jsonio.dump_record(obj), self._store.uri(key))
-        self._store.put_bytes(key, data)
+        key = self._key(path)
+        self._store.put_bytes(key, _encoded(obj, self._store.uri(key)))
 
     def load_from_path(self, context: dg.InputContext, path: UPath) -> Any:
-        key = path.relative_to(self._root).as_posix()
+        key = self._key(path)
+        uri = self._store.uri(key)
         stored = self._store.get_bytes(key)
         if stored is None:
             raise StoreError(
-                f"{self._store.uri(key)} does not exist: materialize the asset "
+                f"{uri} does not exist: materialize the asset "
                 f"{context.asset_key.to_user_string()} for this partition first"
             )
         expected = context.dagster_type.typing_type
-        if not (isinstance(expected, type) and issubclass(expected, jsonio.Record)):
-            raise StoreError(f"the input for {path} needs a record type as its annotation")
-        return jsonio.load_record(expected, stored.data, self._store.uri(key))
+        value = _decoded(stored.data, expected, uri)
+        if isinstance(value, BuildRecord):
+            _require_this_build(context, value, uri)
+        return value
+
+    def _key(self, path: UPath) -> str:
+        return path.relative_to(self._root).as_posix()
+
+
+def _partition_key(context: IOContext, partition: str) -> str:
+    dimensions: dict[str, str] | None = getattr(partition, "keys_by_dimension", None)
+    asset = context.asset_key.path
+    if dimensions is not None and set(dimensions) == {MODEL, SUFFIX}:
+        return layout.record_key(
+            asset[-1], from_partition_key(dimensions[MODEL]), dimensions[SUFFIX]
+        )
+    parts = [partition] if dimensions is None else [dimensions[name] for name in sorted(dimensions)]
+    return layout.value_key(asset, parts)
+
+
+def _encoded(value: Any, uri: str) -> bytes:
+    if isinstance(value, jsonio.Record):
+        return jsonio.canonical(jsonio.dump_record(value), uri)
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    try:
+        return json.dumps(plain, allow_nan=False, ensure_ascii=False, sort_keys=True).encode()
+    except (TypeError, ValueError) as error:
+        raise StoreError(
+            f"{uri} keeps JSON, and {type(value).__name__} is none ({error}); return a pydantic "
+            "model or JSON values, or give the asset another io_manager_key"
+        ) from None
+
+
+def _decoded(data: bytes, expected: Any, uri: str) -> Any:
+    if isinstance(expected, type) and issubclass(expected, jsonio.Record):
+        return jsonio.load_record(expected, data, uri)
+    try:
+        if isinstance(expected, type) and issubclass(expected, BaseModel):
+            return expected.model_validate_json(data)
+        return TypeAdapter[Any](JsonValue).validate_json(data)
+    except ValidationError as error:
+        raise StoreError(f"{uri} is not what is read of it: {jsonio.describe(error)}") from None
+
+
+def _require_this_build(context: dg.InputContext, record: BuildRecord, uri: str) -> None:
+    """A run of one build reads no record of another, whichever project its assets are of."""
+    try:
+        step = context.step_context
+    except dg.DagsterInvariantViolationError:
+        return  # read outside of a run
+    run = step.instance.get_run_by_id(step.run_id)
+    build = run.tags.get(BUILD_TAG) if run else None
+    if build is not None and build != record.build_id:
+        raise BuildMismatchError(
+            f"{uri} is of build {record.build_id} of {record.model} {record.suffix}, and this run "
+            f"is of build {build}; another run has replaced it. Materialize this partition from "
+            "hf_snapshot on"
+        )
 
 
 @contextmanager
@@ -92,10 +152,15 @@ def _failures() -> Generator[None]:
         raise failure_of(error) from error
 
 
-class RecordIOManagerResource(dg.ConfigurableIOManagerFactory[RecordIOManager]):
-    """`RecordIOManager` at the catalog's root."""
+class ManifestIOManager(dg.ConfigurableIOManagerFactory[JsonIOManager]):
+    """The IO manager of tensorize_assets' records, for local and S3 roots, at the catalog's root.
 
-    catalog: dg.ResourceDependency[CatalogResource]
+    Fits `Definitions(resources={"io_manager": …})` of any project: other assets may return
+    pydantic models and JSON values.
+    """
 
-    def create_io_manager(self, context: dg.InitResourceContext) -> RecordIOManager:
-        return RecordIOManager(self.catalog.root())
+    store: dg.ResourceDependency[StoreResource]
+
+    def create_io_manager(self, context: dg.InitResourceContext) -> JsonIOManager:
+        root = self.store.root()
+        return JsonIOManager(self.store.open(root), root)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tensorize_assets.demo.hub_server import LocalHub
+from tensorize_assets.demo.s3_server import REGION, LocalS3
+
+if TYPE_CHECKING:
+    from tensorize_assets.core.s3 import S3Access
 
 
 @pytest.fixture
@@ -18,6 +24,34 @@ def hub() -> Iterator[LocalHub]:
     """A running local Hub without repos."""
     with LocalHub() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalS3]:
+    """A running S3 server, one for the whole session."""
+    with LocalS3(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+@pytest.fixture
+def s3_root(s3: LocalS3) -> Iterator[str]:
+    """A root in a bucket of its own, as a catalog names it."""
+    bucket = f"test-{uuid.uuid4().hex}"
+    s3.create_bucket(bucket)
+    yield f"s3://{bucket}/some/prefix"
+    # With all that it holds: SeaweedFS frees the disk of a bucket at once, of objects late.
+    s3.client().delete_bucket(Bucket=bucket)
+
+
+@pytest.fixture
+def s3_access(s3: LocalS3) -> S3Access:
+    """The administrator's access to the S3 server."""
+    from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings
+
+    return S3Access(
+        settings=S3Settings(endpoint_url=s3.endpoint, region=REGION),
+        credentials=S3Credentials(access_key_id=s3.access_key, secret_access_key=s3.secret_key),
+    )
 
 
 @pytest.fixture(scope="session")

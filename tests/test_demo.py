@@ -1,7 +1,8 @@
-"""The demo as `make demo-all` runs it, and its artifact in stock vLLM."""
+"""The demo as `make demo-all` and `make demo ROOT=disk` run it, and its artifact in stock vLLM."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import yaml
 
 from tensorize_assets.core.compare import CHECKS
 
@@ -40,8 +43,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def report(folder: Path) -> dict[str, Any]:
-    """What the demo said of TP=1 and TP=3."""
+    """What the demo said of TP=1 and TP=3, in S3."""
     return demo(folder, "--all")
+
+
+@pytest.fixture(scope="session")
+def on_disk(folder: Path) -> dict[str, Any]:
+    """What the demo said of TP=1, on the disk."""
+    return demo(folder, "--root", "disk")
 
 
 def test_every_check_passes_at_one_and_at_three_ranks(report: dict[str, Any]) -> None:
@@ -58,7 +67,36 @@ def test_the_reloaded_model_answers(report: dict[str, Any]) -> None:
     assert "Paris" in report["builds"][0]["reload_check"]["first_answer"]
 
 
-def test_the_published_directory_loads_in_stock_vllm(report: dict[str, Any], folder: Path) -> None:
+def test_the_artifact_lies_in_s3_and_is_read_from_there(report: dict[str, Any]) -> None:
+    """A copy on the disk would prove nothing of what serving hosts load."""
+    for build in report["builds"]:
+        assert build["directory"].startswith("s3://tensorize-demo/models/vllm/")
+        assert "s3" == build["reload_check"]["load_source"]
+
+
+def test_the_demo_takes_its_s3_server_and_the_keys_with_it(
+    report: dict[str, Any], folder: Path
+) -> None:
+    """What stays is data: no process, no key, and a catalog that names none."""
+    folders: set[Path] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            folders.add(Path(process.cwd()))
+    assert folder / "s3" not in folders
+    assert not (folder / "s3" / "identities.json").exists()
+    catalog = yaml.safe_load((Path(report["home"]) / "models.yaml").read_text())
+    assert {"root", "models"} == catalog.keys()
+
+
+def test_the_demo_on_the_disk_passes_too(on_disk: dict[str, Any], folder: Path) -> None:
+    """The same catalog with a folder as its root."""
+    (build,) = on_disk["builds"]
+    assert build["success"]
+    assert build["directory"].startswith(f"{folder}/artifacts/vllm/")
+    assert all(check["passed"] for check in build["checks"])
+
+
+def test_the_published_directory_loads_in_stock_vllm(on_disk: dict[str, Any], folder: Path) -> None:
     """So that a GPU host with plain vLLM can load it; see test_stock_vllm for what is put in."""
     cases = folder / "stock.json"
     variables = {
@@ -69,7 +107,7 @@ def test_the_published_directory_loads_in_stock_vllm(report: dict[str, Any], fol
         "VLLM_NO_USAGE_STATS": "1",
     }
 
-    folders = [str(folder / "snapshot"), report["builds"][0]["directory"]]
+    folders = [str(folder / "snapshot"), on_disk["builds"][0]["directory"]]
     subprocess.run(
         [sys.executable, str(STOCK), str(cases), *folders],
         env={**os.environ, **variables},
@@ -84,7 +122,7 @@ def test_the_published_directory_loads_in_stock_vllm(report: dict[str, Any], fol
 
 
 def test_a_second_demo_builds_nothing(report: dict[str, Any], folder: Path) -> None:
-    """What is complete is recognised, also by a process that knows nothing of the first."""
+    """What is complete is recognised, also by a process and an S3 server of their own."""
     again = demo(folder)["builds"][0]
 
     assert again["success"]

@@ -20,11 +20,12 @@ from tensorize_assets.core.manifest import (
     read_manifest,
 )
 from tensorize_assets.core.records import ArtifactRecord, ShardsRecord, SnapshotRecord
-from tensorize_assets.core.store import Store, open_store
+from tensorize_assets.core.store import Store
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.keyring import KeyringResource
+from tensorize_assets.resources.store import StoreResource
 
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 
@@ -40,6 +41,7 @@ def artifact(
     hf_snapshot: SnapshotRecord,
     tensorized_shards: ShardsRecord,
     catalog: CatalogResource,
+    artifact_store: StoreResource,
     hub_access: HubResource,
     keyring: KeyringResource,
 ) -> dg.MaterializeResult[ArtifactRecord]:
@@ -50,7 +52,7 @@ def artifact(
     with failures(context):
         target = target_of(context, catalog)
         require_one_build(context, target, hf_snapshot, tensorized_shards)
-        store = open_store(target.root)
+        store = artifact_store.open(target.root)
         done = read_manifest(store, hf_snapshot.directory, keyring.trusted())
         if done is not None:
             manifest, sha256 = done

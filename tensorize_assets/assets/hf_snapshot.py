@@ -17,12 +17,13 @@ from tensorize_assets.core.errors import ConflictError, HubError, ManifestError
 from tensorize_assets.core.manifest import StoredManifest, read_manifest
 from tensorize_assets.core.protocol import format_bytes
 from tensorize_assets.core.records import SnapshotRecord
-from tensorize_assets.core.store import Store, open_store
+from tensorize_assets.core.store import Store
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.keyring import KeyringResource
 from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.store import StoreResource
 
 _SAID_EVERY_S = 10.0
 
@@ -43,6 +44,7 @@ class _Pin(jsonio.Record):
 def hf_snapshot(
     context: dg.AssetExecutionContext,
     catalog: CatalogResource,
+    artifact_store: StoreResource,
     hub_access: HubResource,
     keyring: KeyringResource,
     launcher: SubprocessLauncher,
@@ -54,7 +56,7 @@ def hf_snapshot(
     """
     with failures(context):
         target = target_of(context, catalog)
-        store = open_store(target.root)
+        store = artifact_store.open(target.root)
         access = hub_access.access()
         listing = _resolve(store, access, target)
         inputs = _inputs(target, listing.commit, launcher.versions())

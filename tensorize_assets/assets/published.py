@@ -11,10 +11,10 @@ from tensorize_assets.assets.target import (
 from tensorize_assets.core import layout
 from tensorize_assets.core.publish import publish
 from tensorize_assets.core.records import ArtifactRecord, PublishedRecord, ReloadRecord
-from tensorize_assets.core.store import open_store
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.keyring import KeyringResource
+from tensorize_assets.resources.store import StoreResource
 
 
 class PublishConfig(dg.Config):
@@ -37,13 +37,14 @@ def published(
     artifact: ArtifactRecord,
     reload_check: ReloadRecord,
     catalog: CatalogResource,
+    artifact_store: StoreResource,
     keyring: KeyringResource,
 ) -> dg.MaterializeResult[PublishedRecord]:
     """The channel's newest entry. Believes the manifest and the evidence, not Dagster's state."""
     with failures(context):
         target = target_of(context, catalog)
         require_one_build(context, target, artifact, reload_check)
-        store = open_store(target.root)
+        store = artifact_store.open(target.root)
         entry = publish(
             store,
             keyring.key(),

@@ -11,12 +11,13 @@ from tensorize_assets.core import hub, jsonio, layout
 from tensorize_assets.core.compare import prompts_digest
 from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.records import ReferenceRecord, SnapshotRecord
-from tensorize_assets.core.store import Store, open_store
+from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import ReferenceRequest, ReferenceResult
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.store import StoreResource
 
 
 @dg.asset(
@@ -30,6 +31,7 @@ def reference_outputs(
     context: dg.AssetExecutionContext,
     hf_snapshot: SnapshotRecord,
     catalog: CatalogResource,
+    artifact_store: StoreResource,
     hub_access: HubResource,
     launcher: SubprocessLauncher,
 ) -> dg.MaterializeResult[ReferenceRecord]:
@@ -43,7 +45,7 @@ def reference_outputs(
         require_one_build(context, target, hf_snapshot)
         profile = target.profile
         digest = prompts_digest(profile.prompts)
-        store = open_store(target.root)
+        store = artifact_store.open(target.root)
         key = layout.reference_key(
             hf_snapshot.inputs.commit,
             profile.dtype,

@@ -15,7 +15,7 @@ from tensorize_assets.assets.target import (
     target_of,
 )
 from tensorize_assets.core import channel, compare
-from tensorize_assets.core.errors import EvidenceError, StoreError, TensorizeAssetsError
+from tensorize_assets.core.errors import EvidenceError, TensorizeAssetsError
 from tensorize_assets.core.evidence import (
     CheckOutcome,
     Evidence,
@@ -26,12 +26,13 @@ from tensorize_assets.core.evidence import (
 from tensorize_assets.core.layout import evidence_key
 from tensorize_assets.core.manifest import StoredManifest, read_manifest
 from tensorize_assets.core.records import ArtifactRecord, ReferenceRecord, ReloadRecord
-from tensorize_assets.core.store import Store, open_store
+from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import ReferenceResult, ReloadRequest, ReloadResult
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.keyring import KeyringResource
 from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.store import HandedOver, StoreResource
 
 _KEY = dg.AssetKey("reload_check")
 
@@ -67,6 +68,7 @@ def reload_check(
     artifact: ArtifactRecord,
     reference_outputs: ReferenceRecord,
     catalog: CatalogResource,
+    artifact_store: StoreResource,
     keyring: KeyringResource,
     launcher: SubprocessLauncher,
 ) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult[ReloadRecord]]:
@@ -79,7 +81,7 @@ def reload_check(
         with failures(context):
             target = target_of(context, catalog)
             require_one_build(context, target, artifact, reference_outputs)
-            store = open_store(target.root)
+            store = artifact_store.open(target.root)
             stored = read_manifest(store, artifact.directory, keyring.trusted())
             if stored is None or stored.sha256 != artifact.manifest_sha256:
                 raise EvidenceError(
@@ -95,8 +97,12 @@ def reload_check(
                         f"{store.uri(reference_outputs.reference)} is gone; materialize "
                         "reference_outputs again"
                     )
+                handed_over = artifact_store.hand_over(target.root)
                 reload = launcher.run(
-                    context, _request(store, target, stored, artifact), ReloadResult
+                    context,
+                    _request(target, stored, artifact, handed_over),
+                    ReloadResult,
+                    handed_over.secrets,
                 ).result
                 perplexity = _published_perplexity(
                     context, store, keyring, target, artifact.build_id
@@ -129,16 +135,17 @@ def reload_check(
 
 
 def _request(
-    store: Store, target: Target, stored: StoredManifest, artifact: ArtifactRecord
+    target: Target, stored: StoredManifest, artifact: ArtifactRecord, handed_over: HandedOver
 ) -> ReloadRequest:
-    folder = store.local_path(artifact.directory)
-    if folder is None:
-        raise StoreError(f"{store.uri(artifact.directory)} is not on this machine's disk")
     manifest = stored.manifest
+    shards = {shard.file for shard in manifest.shards}
     return ReloadRequest(
         model=target.model,
         suffix=target.suffix,
-        folder=str(folder),
+        root=target.root,
+        directory=artifact.directory,
+        companions=tuple(file for file in manifest.files if file.path not in shards),
+        s3=handed_over.settings,
         tensor_parallel_size=manifest.tensor_parallel_size,
         dtype=manifest.dtype,
         device=target.profile.reload_device,
@@ -239,6 +246,9 @@ def _figures(reload: ReloadResult) -> LoadFigures | None:
         bytes_per_second=size / seconds,
         host_memory_before=sum(load.host_memory_before for load in reload.loads),
         host_memory_after=sum(load.host_memory_after for load in reload.loads),
+        source=reload.loads[0].source,
+        part_retries=sum(load.part_retries for load in reload.loads),
+        restarts=sum(load.restarts for load in reload.loads),
     )
 
 
@@ -290,6 +300,9 @@ def _metadata(evidence: Evidence) -> dict[str, dg.MetadataValue | str | int | fl
     load = evidence.load
     if load is not None:
         metadata |= {
+            "load_source": load.source,
+            "load_part_retries": load.part_retries,
+            "load_restarts": load.restarts,
             "load_bytes": load.bytes,
             "load_seconds": load.seconds,
             "load_bytes_per_second": load.bytes_per_second,

@@ -12,15 +12,14 @@ from tensorize_assets.core import hub, jsonio, layout
 from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.manifest import Manifest, read_manifest
 from tensorize_assets.core.records import ShardsRecord, SnapshotRecord
-from tensorize_assets.core.store import Store, digest, open_store
+from tensorize_assets.core.store import Store, digest
 from tensorize_assets.core.tasks import ShardRequest, ShardResult
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.keyring import KeyringResource
 from tensorize_assets.resources.launcher import SubprocessLauncher
-
-SCRATCH = ".scratch"
+from tensorize_assets.resources.store import StoreResource
 
 
 @dg.asset(
@@ -34,6 +33,7 @@ def tensorized_shards(
     context: dg.AssetExecutionContext,
     hf_snapshot: SnapshotRecord,
     catalog: CatalogResource,
+    artifact_store: StoreResource,
     hub_access: HubResource,
     keyring: KeyringResource,
     launcher: SubprocessLauncher,
@@ -46,17 +46,18 @@ def tensorized_shards(
     with failures(context):
         target = target_of(context, catalog)
         require_one_build(context, target, hf_snapshot)
-        store = open_store(target.root)
+        store = artifact_store.open(target.root)
         done = read_manifest(store, hf_snapshot.directory, keyring.trusted())
         if done is not None:
             result = _from_manifest(done.manifest)
             context.log.info(f"{store.uri(hf_snapshot.directory)} is complete: nothing to build")
-        elif (earlier := _stored_before(store, catalog, target, hf_snapshot)) is not None:
+        elif (earlier := _stored_before(store, artifact_store, target, hf_snapshot)) is not None:
             result = earlier
             context.log.info("the shards of an earlier, interrupted run are whole: kept")
         else:
             access = hub_access.access()
             folder = hub.ensure_local(access, hf_snapshot.snapshot)
+            handed_over = artifact_store.hand_over(target.root)
             report = launcher.run(
                 context,
                 ShardRequest(
@@ -65,12 +66,14 @@ def tensorized_shards(
                     snapshot_dir=str(folder),
                     root=target.root,
                     directory=hf_snapshot.directory,
-                    scratch_dir=f"{target.root}/{SCRATCH}",
+                    scratch_dir=artifact_store.scratch_for(target.root),
                     tensor_parallel_size=target.profile.tensor_parallel_size,
                     dtype=target.profile.dtype,
                     serialization_kwargs=target.profile.serialization_kwargs,
+                    s3=handed_over.settings,
                 ),
                 ShardResult,
+                handed_over.secrets,
             )
             result = report.result
             metadata = {
@@ -121,11 +124,11 @@ def _from_manifest(manifest: Manifest) -> ShardResult:
 
 
 def _stored_before(
-    store: Store, catalog: CatalogResource, target: Target, build: SnapshotRecord
+    store: Store, artifact_store: StoreResource, target: Target, build: SnapshotRecord
 ) -> ShardResult | None:
     """The result of an earlier run of this build, if every file of it is still what it was."""
     # Records are in the catalog's root, also those of a one-shot build that has its own.
-    records = open_store(catalog.root())
+    records = artifact_store.open(artifact_store.root())
     key = target.record_key("tensorized_shards")
     stored = records.get_bytes(key)
     if stored is None:

@@ -22,7 +22,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tensorize_assets.core.errors import CatalogError
+from tensorize_assets.core.errors import CatalogError, StoreError
+from tensorize_assets.core.s3 import S3Settings, is_s3, split_uri
 
 DEFAULT_PROMPTS = (
     "The capital of France is",
@@ -147,8 +148,13 @@ def _revision(value: str) -> str:
 
 
 def _root(value: str) -> str:
-    if "://" in value:
-        raise ValueError("is a URL; only a folder is supported")
+    if is_s3(value):
+        try:
+            split_uri(value)
+        except StoreError as error:
+            raise ValueError(str(error)) from None
+    elif "://" in value:
+        raise ValueError("is a URL that is not s3://; write s3://bucket/prefix, or a folder")
     if not value or value != value.strip() or re.search(r"[\x00-\x1f\x7f]", value):
         raise ValueError("is not a folder; write a path such as artifacts, without blanks around")
     if value.startswith("~"):
@@ -328,7 +334,14 @@ class Catalog(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: Annotated[str, AfterValidator(_root)] = Field(
-        description="Folder that artifacts are written to, relative to this file.", min_length=1
+        description="Where artifacts are written: a folder, relative to this file, or "
+        "s3://bucket/prefix.",
+        min_length=1,
+    )
+    s3: S3Settings | None = Field(
+        default=None,
+        description="How an s3:// root is reached, where boto3's own settings are not enough. "
+        "Never credentials: those come from the environment, a profile or the machine's role.",
     )
     models: dict[ModelId, ModelEntry] = Field(
         description="Models by their Hub repo id: org/name.",
@@ -455,6 +468,13 @@ def _first_count(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, 
         if type(value) is int and 0 < value <= _MAX_HEADS:
             return name, value
     return None
+
+
+def resolve_root(catalog: Catalog, path: Path) -> str:
+    """`root` of the catalog at `path`: an s3:// URI as it is, a folder made absolute."""
+    if is_s3(catalog.root):
+        return catalog.root
+    return str((path.parent / catalog.root).resolve())
 
 
 def load_catalog(path: Path) -> Catalog:

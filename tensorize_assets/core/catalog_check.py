@@ -7,6 +7,7 @@ The file is composed into YAML nodes, which know their lines, read into plain va
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from tensorize_assets.core.catalog import (
     did_you_mean,
     tensor_parallel_problem,
 )
+from tensorize_assets.core.s3 import S3Settings
 
 # PyYAML reads about 200 KB/s: a larger file would hold up whatever loads the catalog.
 MAX_FILE_BYTES = 256 * 1024
@@ -431,6 +433,8 @@ def _explain(tree: _Tree, path: _Path, kind: str, error: Mapping[str, Any]) -> s
             return f"must be a finite number, not {_got(node)}"
         case "value_error":
             return str(limits["error"])
+        case "string_pattern_mismatch":
+            return f"is not such a value: {_owner(path).model_fields[str(path[-1])].description}"
         case _:
             return str(error["msg"])
 
@@ -452,8 +456,13 @@ def _missing(path: _Path) -> str:
 
 def _unknown_key(path: _Path) -> str:
     key = str(path[-1])
-    owner = {1: Catalog, 3: ModelEntry}.get(len(path), Profile)
+    owner = _owner(path)
     known = owner.model_fields
+    if owner is S3Settings and re.search(r"key|secret|token|password|credential", key):
+        return (
+            "credentials never stand in a catalog: set S3_ACCESS_KEY_ID and S3_SECRET_ACCESS_KEY, "
+            "or name a `profile`; remove this line, and change the key if the file was shared"
+        )
     if owner is ModelEntry and key in Profile.model_fields:
         return "belongs to a profile: write it under profiles: and a suffix such as v1:"
     if owner is Catalog and "/" in key:
@@ -461,8 +470,18 @@ def _unknown_key(path: _Path) -> str:
     return f"unknown key{did_you_mean(key, known)} (keys here: {', '.join(known)})"
 
 
+def _owner(path: _Path) -> type[BaseModel]:
+    """The model that the last part of `path` is a field of."""
+    if path[0] == "s3" and len(path) > 1:
+        return S3Settings
+    return {1: Catalog, 3: ModelEntry}.get(len(path), Profile)
+
+
 def _not_one_of(path: _Path, node: Node | None) -> str:
-    options: tuple[str, ...] = get_args(Profile.model_fields[str(path[-1])].annotation)
+    annotation = _owner(path).model_fields[str(path[-1])].annotation
+    parts: tuple[Any, ...] = get_args(annotation)
+    # Optional ones are a union of the literal and None.
+    options: tuple[str, ...] = get_args(parts[0]) or parts
     near = ""
     if isinstance(node, ScalarNode) and node.tag in _TEXT_TAGS:
         near = did_you_mean(node.value, options)

@@ -34,6 +34,12 @@ class StoreError(TensorizeAssetsError):
     """The artifact store refuses or is damaged."""
 
 
+class StoreUnavailableError(StoreError):
+    """The object store, or the way to it, is in trouble; trying again later may help."""
+
+    retryable: ClassVar[bool] = True
+
+
 class ConflictError(StoreError):
     """A conditional write lost: the object exists, or changed since it was read."""
 

@@ -11,6 +11,7 @@ from pydantic import AwareDatetime, Field, FiniteFloat, JsonValue, field_validat
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import EvidenceError
 from tensorize_assets.core.store import Store
+from tensorize_assets.core.tasks import LoadSource
 
 Device = Literal["cpu", "cuda"]
 Measure = Annotated[FiniteFloat, Field(ge=0)]
@@ -33,6 +34,9 @@ class LoadFigures(jsonio.Record):
     bytes_per_second: Measure
     host_memory_before: Annotated[int, Field(ge=0)]
     host_memory_after: Annotated[int, Field(ge=0)]
+    source: LoadSource = "disk"
+    part_retries: Annotated[int, Field(ge=0)] = 0
+    restarts: Annotated[int, Field(ge=0)] = 0
 
 
 class Evidence(jsonio.Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import quote
 
 from tensorize_assets.core.errors import StoreError
@@ -99,7 +100,12 @@ def manifest_key(directory: str) -> str:
 def evidence_key(manifest_sha256: str, device: str, vllm_version: str) -> str:
     """Return the key of the evidence of one reload: of which manifest, on what."""
     name = f"{check_part(device, 'device')}-{check_part(vllm_version, 'vLLM version')}.json"
-    return f"evidence/{check_part(manifest_sha256, 'manifest hash')}/{name}"
+    return f"{evidence_folder(manifest_sha256)}{name}"
+
+
+def evidence_folder(manifest_sha256: str) -> str:
+    """Return the prefix of all evidence of one manifest."""
+    return f"evidence/{check_part(manifest_sha256, 'manifest hash')}/"
 
 
 def snapshot_key(model: str, commit: str) -> str:
@@ -131,6 +137,14 @@ def record_key(asset: str, model: str, suffix: str) -> str:
     """Return the key of an asset's record for one partition."""
     name = check_part(f"{check_suffix(suffix)}.json", "suffix")
     return f"records/{check_part(asset, 'asset')}/{check_model(model)}/{name}"
+
+
+def value_key(asset: Sequence[str], partition: Sequence[str]) -> str:
+    """Return the key of what an asset of another project returned, for one partition or none."""
+    # A part may hold anything, slashes too; quoted, each stays one segment.
+    parts = [check_part(quote(part, safe=""), "asset or partition") for part in asset]
+    parts += [check_part(quote(part, safe=""), "asset or partition") for part in partition]
+    return f"values/{'/'.join(parts)}.json"
 
 
 def shard_name(rank: int, tensor_parallel_size: int) -> str:

@@ -15,8 +15,12 @@ from tensorize_assets.core.manifest import (
     TiedGroup,
 )
 from tensorize_assets.core.protocol import WorkerRequest, WorkerResult
+from tensorize_assets.core.s3 import S3Settings
 
 Device = Literal["cpu", "cuda"]
+
+# What an artifact's tensors were read from.
+LoadSource = Literal["disk", "s3", "presigned_url", "public_url"]
 
 
 class ShardRequest(WorkerRequest):
@@ -32,10 +36,14 @@ class ShardRequest(WorkerRequest):
     tensor_parallel_size: int
     dtype: str
     serialization_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    s3: S3Settings | None = None
 
 
 class ShardResult(WorkerResult):
-    """What was written. `seconds` by stage: import, configure, load, write, verify, store."""
+    """What was written. `seconds` by stage: configure, load, census, write, store.
+
+    `store` is reading back, verifying and storing; it runs beside the building of the next rank.
+    """
 
     dtype: str
     architecture: str
@@ -79,7 +87,11 @@ class TensorReport(Record):
 
 
 class RankLoad(Record):
-    """How one rank was loaded. Memory is the rank's resident set, in bytes."""
+    """How one rank was loaded. Memory is the rank's resident set, in bytes.
+
+    `seconds` is the whole load, with what had to be read again: `part_retries` counts requests,
+    `restarts` how often the file was begun anew.
+    """
 
     rank: int
     device: Device
@@ -92,12 +104,14 @@ class RankLoad(Record):
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     on_meta: tuple[str, ...] = ()
+    source: LoadSource = "disk"
+    part_retries: int = 0
+    restarts: int = 0
 
 
 class _EngineRequest(WorkerRequest):
     model: str
     suffix: str
-    folder: str
     tensor_parallel_size: int
     dtype: str
     device: Device
@@ -108,6 +122,7 @@ class ReferenceRequest(_EngineRequest):
     """Load the source snapshot with vLLM's default loader and ask it the prompts."""
 
     task: Literal["reference"] = "reference"
+    folder: str
 
 
 class ReferenceResult(WorkerResult):
@@ -120,9 +135,16 @@ class ReferenceResult(WorkerResult):
 
 
 class ReloadRequest(_EngineRequest):
-    """Load an artifact with `load_format="tensorizer"` and ask it the prompts."""
+    """Load an artifact with `load_format="tensorizer"` and ask it the prompts.
+
+    `directory` is the artifact's key under `root`; `companions` are its files that are no shards.
+    """
 
     task: Literal["reload"] = "reload"
+    root: str
+    directory: str
+    companions: tuple[FileEntry, ...]
+    s3: S3Settings | None = None
     deserialization_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
 

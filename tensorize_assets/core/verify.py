@@ -11,8 +11,9 @@ from typing import Literal
 
 from tensorize_assets.core import jsonio, layout
 from tensorize_assets.core.errors import ManifestError, SignatureError, StoreError
+from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest, read_placed, read_unplaced
-from tensorize_assets.core.store import LocalStore, Store, digest
+from tensorize_assets.core.store import Store, digest
 
 # More streams do not read faster from one disk, and hashing takes a core each.
 _MAX_THREADS = 8
@@ -61,6 +62,11 @@ def verify_folder(path: Path, trusted: Collection[str] | None) -> VerifyReport:
     if not path.is_dir():
         raise StoreError(f"{path} is no folder; give the folder that holds {layout.MANIFEST}")
     return _verify(LocalStore(path.absolute()), "", trusted, placed=False)
+
+
+def verify_place(store: Store, trusted: Collection[str] | None) -> VerifyReport:
+    """Compare the artifact directory that is the root of `store`, as `verify_folder`."""
+    return _verify(store, "", trusted, placed=False)
 
 
 def _verify(

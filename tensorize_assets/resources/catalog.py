@@ -7,7 +7,7 @@ from pathlib import Path
 import dagster as dg
 from pydantic import Field
 
-from tensorize_assets.core.catalog import Catalog, load_catalog
+from tensorize_assets.core.catalog import Catalog, load_catalog, resolve_root
 
 
 class CatalogResource(dg.ConfigurableResource["CatalogResource"]):
@@ -20,10 +20,5 @@ class CatalogResource(dg.ConfigurableResource["CatalogResource"]):
         return load_catalog(Path(self.path))
 
     def root(self) -> str:
-        """Where artifacts go: the catalog's `root`, relative to the catalog's folder."""
+        """Where artifacts go: an s3:// URI, or an absolute folder."""
         return resolve_root(self.catalog(), Path(self.path))
-
-
-def resolve_root(catalog: Catalog, path: Path) -> str:
-    """`root` of the catalog at `path`, made absolute."""
-    return str((path.parent / Path(catalog.root).expanduser()).resolve())

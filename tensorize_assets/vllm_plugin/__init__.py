@@ -11,11 +11,17 @@ def register() -> None:
     (vllm#45504). Called once in each process of an engine; importing this package alone imports
     nothing heavy.
     """
+    import torch
     from vllm.model_executor.model_loader import register_model_loader
+    from vllm.platforms import current_platform
 
     from tensorize_assets.vllm_plugin.loader import TensorizedModelLoader
     from tensorize_assets.vllm_plugin.report import reporting
 
+    if current_platform.is_cpu():
+        # Linux lets a process use AMX tiles once it asked; vLLM 0.31's attention uses them unasked,
+        # and dies of an illegal instruction unless a library has asked before.
+        torch.cpu._init_amx()
     register_model_loader("tensorizer")(TensorizedModelLoader)
     if reporting():
         from tensorize_assets.vllm_plugin.timed_default_loader import TimedDefaultLoader

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import tenacity
 import torch
 from tensorizer import TensorDeserializer
 from tensorizer.serialization import HashMismatchError, HashType
-from tensorizer.stream_io import open_stream
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
@@ -26,12 +26,21 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from tensorize_assets.core.errors import StoreError, StoreUnavailableError
 from tensorize_assets.core.tasks import RankLoad
-from tensorize_assets.vllm_plugin import report
+from tensorize_assets.vllm_plugin import report, streams
 
 logger = init_logger(__name__)
 
 _MARKER = ".vllm_tensorized_marker"
+
+# What vLLM takes for a template of ranks' files.
+_RANK = re.compile(r"%0(\d)d")
+
+# How often a file is begun at all when its stream breaks for good, and how long is waited between.
+_BEGINNINGS = 3
+_FIRST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 10.0
 
 
 class TensorizedModelLoader(TensorizerLoader):
@@ -62,42 +71,80 @@ class TensorizedModelLoader(TensorizerLoader):
     ) -> torch.nn.Module:
         self._verify_config(model_config, vllm_config.parallel_config)
         if vllm_config.parallel_config.tensor_parallel_size > 1:
-            self.tensorizer_config.tensorizer_uri = self._uri() % get_tensor_model_parallel_rank()
-        with _file_errors(self._uri()):
-            ours = vllm_tensorizer.is_vllm_tensorized(self.tensorizer_config)
+            rank = get_tensor_model_parallel_rank()
+            # Not by %: a URL has other percent signs.
+            self.tensorizer_config.tensorizer_uri = _RANK.sub(
+                lambda width: f"{rank:0{width[1]}d}", self._uri()
+            )
+        # Before the model takes its memory: a file that is not there, or is refused, shows here.
+        file = self._find()
         device = torch.device(_device())
         with set_default_torch_dtype(model_config.dtype):
-            if ours:
-                # On the real device: plain tensor attributes, which the file does not hold, are
-                # computed here. Parameters are allocated but untouched until theirs is read.
-                with device:
-                    model = initialize_model(
-                        vllm_config=vllm_config, model_config=model_config, prefix=prefix
-                    )
-                self.load_weights(model, model_config)
-            else:
-                model = self._load_model_serialized_cpu(vllm_config=vllm_config, prefix=prefix)
+            # On the real device: plain tensor attributes, which the file does not hold, are
+            # computed here. Parameters are allocated but untouched until theirs is read.
+            with device:
+                model = initialize_model(
+                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                )
+            self._fill(model, file)
             with torch.no_grad():
                 process_weights_after_loading(model, model_config, device)
         return model.eval()
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Fill a constructed model from the file; raises as `load_model` does."""
+        self._fill(model, self._find())
+
+    def _find(self) -> streams.TensorFile:
         arguments = self.tensorizer_config._construct_tensorizer_args()
-        memory = report.host_memory()
-        start = time.perf_counter()
+        return streams.find(self._uri(), arguments.stream_kwargs)
+
+    def _fill(self, model: torch.nn.Module, file: streams.TensorFile) -> None:
+        """Read the file into the model, from its beginning again when the stream breaks.
+
+        What a broken attempt has put into the model is put there again by the next; after the
+        last, the model is never used.
+        """
+        reading = _Reading(file)
+
+        def read() -> None:
+            if reading.restarts:
+                reading.again(self._find())
+            self._read(model, reading)
+
+        def again(state: tenacity.RetryCallState) -> None:
+            reading.restarts += 1
+            logger.warning("Reading from the beginning again: %s", _said(state))
+
+        tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(StoreUnavailableError),
+            stop=tenacity.stop_after_attempt(_BEGINNINGS),
+            # Ranks of one engine shall not come back all at once.
+            wait=tenacity.wait_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S)
+            + tenacity.wait_random(0, _FIRST_WAIT_S),
+            before_sleep=again,
+            reraise=True,
+        )(read)
+        model.requires_grad_(False)
+        resize = getattr(vllm_tensorizer, "_resize_lora_embeddings", None)
+        if resize is not None:
+            resize(model)
+
+    def _read(self, model: torch.nn.Module, reading: _Reading) -> None:
+        arguments = self.tensorizer_config._construct_tensorizer_args()
+        file = reading.file
         with (
-            _file_errors(self._uri()),
-            open_stream(self._uri(), mode="rb", **arguments.stream_kwargs) as stream,
-            TensorDeserializer(
-                stream, device=_device(), lazy_load=True, **arguments.deserialization_kwargs
-            ) as deserializer,
+            _file_errors(file.uri),
+            file.deserializer(_device(), arguments.deserialization_kwargs) as deserializer,
             torch.no_grad(),
         ):
-            _require_whole(self._uri(), deserializer)
+            _require_whole(file, deserializer)
+            if _MARKER not in deserializer and not self.tensorizer_config.vllm_tensorized:
+                _load_plain(model, deserializer)
+                return
             sink = _Sink(model, tuple(deserializer.keys()))
             deserializer.load_into_module(sink)  # type: ignore[arg-type]
-            seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - reading.start
             size = deserializer.total_tensor_bytes
             header_hashes = {
                 path.normalize_(): entry.header_hashes[HashType.SHA256]
@@ -107,54 +154,85 @@ class TensorizedModelLoader(TensorizerLoader):
         logger.info("Loaded %d bytes in %.2f s (%.0f MB/s)", size, seconds, size / seconds / 1e6)
         missing = sorted(sink.slots.keys() - sink.filled - sink.unfit)
         if report.reporting():
-            self._report(sink, header_hashes, seconds, size, memory, missing)
+            _report(sink, header_hashes, seconds, size, reading, missing)
         if missing or sink.unexpected:
             differences = filter(
                 None, (_names("missing", missing), _names("unexpected", sink.unexpected))
             )
             raise ValueError(
-                f"{self._uri()} is not a file of this model at this tensor_parallel_size and "
+                f"{file.uri} is not a file of this model at this tensor_parallel_size and "
                 f"dtype: {'; '.join(differences)}"
             )
-        model.requires_grad_(False)
-        resize = getattr(vllm_tensorizer, "_resize_lora_embeddings", None)
-        if resize is not None:
-            resize(model)
 
     def _uri(self) -> str:
         # vLLM's TensorizerConfig sets it, from tensorizer_dir where it was not given.
         return str(self.tensorizer_config.tensorizer_uri)
 
-    def _report(
-        self,
-        sink: _Sink,
-        header_hashes: dict[str, Any],
-        seconds: float,
-        size: int,
-        memory: int,
-        missing: list[str],
-    ) -> None:
-        after = report.host_memory()
-        tensors = {name: slot.tensor for name, slot in sink.slots.items() if name in sink.filled}
-        on_meta = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
-        report.write(
-            RankLoad(
-                rank=get_tensor_model_parallel_rank(),
-                device="cpu" if current_platform.is_cpu() else "cuda",
-                device_name=report.device_name(),
-                seconds=seconds,
-                bytes=size,
-                host_memory_before=memory,
-                host_memory_after=after,
-                tensors=report.tensor_reports(
-                    {name: tensor for name, tensor in tensors.items() if not tensor.is_meta},
-                    header_hashes,
-                ),
-                missing=tuple(missing),
-                unexpected=tuple(sink.unexpected),
-                on_meta=tuple(on_meta),
+
+@dataclass
+class _Reading:
+    """How a file is being read, over all its beginnings."""
+
+    file: streams.TensorFile
+    start: float = field(default_factory=time.perf_counter)
+    memory: int = field(default_factory=report.host_memory)
+    restarts: int = 0
+    earlier_retries: int = 0
+
+    def again(self, file: streams.TensorFile) -> None:
+        """Go on with the file as it was found anew."""
+        if file.version != self.file.version:
+            raise StoreError(
+                f"{file.uri} was replaced while it was read; read it again. Files of a build "
+                "never change: who wrote it?"
             )
+        self.earlier_retries = self.retries
+        self.file = file
+
+    @property
+    def retries(self) -> int:
+        return self.earlier_retries + self.file.retries
+
+
+def _report(
+    sink: _Sink,
+    header_hashes: dict[str, Any],
+    seconds: float,
+    size: int,
+    reading: _Reading,
+    missing: list[str],
+) -> None:
+    after = report.host_memory()
+    tensors = {name: slot.tensor for name, slot in sink.slots.items() if name in sink.filled}
+    on_meta = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
+    report.write(
+        RankLoad(
+            rank=get_tensor_model_parallel_rank(),
+            device="cpu" if current_platform.is_cpu() else "cuda",
+            device_name=report.device_name(),
+            seconds=seconds,
+            bytes=size,
+            host_memory_before=reading.memory,
+            host_memory_after=after,
+            tensors=report.tensor_reports(
+                {name: tensor for name, tensor in tensors.items() if not tensor.is_meta},
+                header_hashes,
+            ),
+            missing=tuple(missing),
+            unexpected=tuple(sink.unexpected),
+            on_meta=tuple(on_meta),
+            source=reading.file.source,
+            part_retries=reading.retries,
+            restarts=reading.restarts,
         )
+    )
+
+
+def _load_plain(model: torch.nn.Module, deserializer: TensorDeserializer) -> None:
+    """Load a Hugging Face model that others have tensorized: vLLM's own names and shards."""
+    # vLLM's loaders copy from it, piece by piece; a device has no room for both.
+    deserializer._device = torch.device("cpu")
+    model.load_weights(deserializer.items())  # type: ignore[operator]
 
 
 @dataclass
@@ -249,14 +327,15 @@ def _file_errors(uri: str) -> Iterator[None]:
         ) from error
 
 
-def _require_whole(uri: str, deserializer: TensorDeserializer) -> None:
+def _require_whole(file: streams.TensorFile, deserializer: TensorDeserializer) -> None:
     """Where a file ends too early, tensorizer leaves the rest of its buffers as they were."""
-    if not Path(uri).is_file():
-        return
-    size = Path(uri).stat().st_size
     end = max(entry.data_offset + entry.data_length for entry in deserializer._metadata.values())
-    if size < end:
-        raise ValueError(f"it has {size:,} bytes, and its tensors end at byte {end:,}")
+    if file.size < end:
+        raise ValueError(f"it has {file.size:,} bytes, and its tensors end at byte {end:,}")
+
+
+def _said(state: tenacity.RetryCallState) -> str:
+    return str(state.outcome.exception()) if state.outcome else ""
 
 
 def _device() -> str:

@@ -12,6 +12,8 @@ import psutil
 import torch
 from vllm.platforms import current_platform
 
+from tensorize_assets.core.errors import StoreUnavailableError
+from tensorize_assets.core.jsonio import Record
 from tensorize_assets.core.tasks import RankLoad, TensorReport
 
 # Set by the reload check for the engine it starts; unset in production, where nothing is reported.
@@ -29,10 +31,28 @@ def write(report: RankLoad) -> None:
     (folder / f"rank-{report.rank:03d}.json").write_text(report.model_dump_json())
 
 
+class Failure(Record):
+    """Why a rank did not load. `store_unavailable`: for a reason that may pass by itself."""
+
+    rank: int
+    kind: str
+    message: str
+    store_unavailable: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.kind}: {self.message}"
+
+
 def write_failure(rank: int, error: BaseException) -> None:
     """Leave why a rank did not load in the same folder."""
     folder = Path(os.environ[FOLDER_VARIABLE])
-    (folder / f"failure-{rank:03d}.txt").write_text(f"{type(error).__name__}: {error}")
+    failure = Failure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=str(error),
+        store_unavailable=isinstance(error, StoreUnavailableError),
+    )
+    (folder / f"failure-{rank:03d}.json").write_text(failure.model_dump_json())
 
 
 def host_memory() -> int:

@@ -111,10 +111,10 @@ def _require_plugin() -> None:
         )
 
 
-def load_failures(folder: Path) -> str:
-    """Why ranks did not load, one after another; empty where none said so."""
-    return "; ".join(
-        f"rank {int(path.stem.rpartition('-')[2])}: {path.read_text()}"
+def load_failures(folder: Path) -> tuple[report.Failure, ...]:
+    """Why ranks did not load, by rank; none where none said so."""
+    return tuple(
+        report.Failure.model_validate_json(path.read_bytes())
         for path in sorted(folder.glob("failure-*"))
     )
 

@@ -1,8 +1,8 @@
-"""Read a tensorizer file once: hash the whole, and hold every tensor against its own hash."""
+"""Read a tensorizer file once: hand its bytes on, and hold every tensor against its own hash."""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -11,7 +11,7 @@ from tensorizer import TensorDeserializer
 from tensorizer import serialization as tensorizer_format
 
 from tensorize_assets.core.errors import WorkerError
-from tensorize_assets.core.manifest import FileEntry, TensorEntry
+from tensorize_assets.core.manifest import TensorEntry
 from tensorize_assets.worker.module_tensors import MARKER
 
 _CHUNK = 8 << 20
@@ -20,36 +20,35 @@ _KINDS: dict[int, Literal["parameter", "buffer"]] = {0: "parameter", 1: "buffer"
 _END = bytes(8)
 
 
-def read_back(path: Path) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
-    """Size and SHA-256 of `path`, and its tensors with their hashes, in one pass over the bytes.
+def read_back(path: Path, tensors: list[TensorEntry]) -> Iterator[bytes]:
+    """Yield every byte of `path` in order, each read once, and check it on the way.
 
-    A tensor's SHA-256 is tensorizer's own: over the tensor's header (hash fields zeroed) and data.
+    What it holds is appended to `tensors`, and is complete when this ends. A tensor's SHA-256 is
+    tensorizer's own: over the tensor's header (hash fields zeroed) and data.
 
     Raises:
         WorkerError: what the file holds is not what was written to it.
     """
     try:
-        return _read(path)
-    except WorkerError:
+        yield from _read(path, tensors)
+    except (WorkerError, GeneratorExit):
         raise
     except Exception as error:  # Damage stops tensorizer's parser anywhere.
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
 
 
-def _read(path: Path) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
+def _read(path: Path, tensors: list[TensorEntry]) -> Iterator[bytes]:
     with TensorDeserializer(str(path), device="cpu", lazy_load=True) as reader:
         entries = sorted(reader._metadata.values(), key=lambda entry: entry.offset)
-    tensors: list[TensorEntry] = []
-    whole = hashlib.sha256()
     marked = False
     with path.open("rb") as file, ThreadPoolExecutor(1) as beside:
-        _hash_to(file, whole, entries[0].offset)
+        yield from _upto(file, entries[0].offset)
         for entry in entries:
             # Nothing lies between tensors: a gap is one that fell out of the index.
             if file.tell() != entry.offset:
                 raise _damaged(path, f"bytes {file.tell()} to {entry.offset} are of no tensor")
             header_bytes = file.read(entry.data_offset - entry.offset)
-            whole.update(header_bytes)
+            yield header_bytes
             header = tensorizer_format._TensorHeaderDeserializer(bytearray(header_bytes))
             _require_same(path, header, entry)
             name = str(header.name.normalize_())
@@ -59,9 +58,10 @@ def _read(path: Path) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
                 chunk = file.read(min(_CHUNK, left))
                 if not chunk:
                     raise _damaged(path, f"it ends inside tensor {name!r}")
-                # hashlib lets go of the interpreter lock: both hashes run at once.
+                # hashlib lets go of the interpreter lock: this hash and what the taker of the
+                # chunk does with it run at once.
                 ahead = beside.submit(digest.update, chunk)
-                whole.update(chunk)
+                yield chunk
                 ahead.result()
                 left -= len(chunk)
             stored = _stored_sha256(path, header)
@@ -80,15 +80,13 @@ def _read(path: Path) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
             raise _damaged(
                 path, f"what follows its last tensor at byte {file.tell()} is not its end"
             )
-        whole.update(end)
-        size = file.tell()
+        yield end
     if not marked:
         raise WorkerError(
             f"{path.name} carries no vLLM marker, and vLLM would not load it as a model of its "
             "own; write it with write_shard"
         )
     tensors.sort(key=lambda tensor: tensor.name)
-    return FileEntry(path=path.name, size=size, sha256=whole.hexdigest()), tuple(tensors)
 
 
 def _damaged(path: Path, how: str) -> WorkerError:
@@ -98,10 +96,10 @@ def _damaged(path: Path, how: str) -> WorkerError:
     )
 
 
-def _hash_to(file: BinaryIO, whole: Any, position: int) -> None:
-    """Hash from here up to `position`, or to the end of a file that is shorter."""
+def _upto(file: BinaryIO, position: int) -> Iterator[bytes]:
+    """Yield from here up to `position`, or to the end of a file that is shorter."""
     while chunk := file.read(min(_CHUNK, max(0, position - file.tell()))):
-        whole.update(chunk)
+        yield chunk
 
 
 def _require_same(path: Path, header: Any, entry: Any) -> None:

@@ -8,9 +8,12 @@ import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,9 +31,11 @@ from tensorize_assets.core.manifest import (
     TensorEntry,
     TiedGroup,
 )
-from tensorize_assets.core.store import FileDigest, open_store
+from tensorize_assets.core.protocol import format_bytes
+from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import ShardRequest, ShardResult
 from tensorize_assets.worker import census, model_builder, preflight
+from tensorize_assets.worker.access import store_of
 from tensorize_assets.worker.module_tensors import module_tensors, tied_names
 from tensorize_assets.worker.read_back import read_back
 from tensorize_assets.worker.scratch import scratch_folder
@@ -40,6 +45,10 @@ from tensorize_assets.worker.write_shard import write_shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+# No upload of one shard takes as long. What this build's own killed runs left goes at once, when
+# the same shard is stored.
+_ORPHANED_S = 2 * 24 * 3600.0
 
 RankCensus = tuple[Counter[str], Counter[str], list[CastEntry]]
 
@@ -58,7 +67,10 @@ class _Stopwatch:
 
 
 def run(request: ShardRequest, progress: Progress) -> ShardResult:
-    """Build, write, verify and store every rank, one after another; peak memory is one shard.
+    """Build and write every rank, one after another; peak memory is one shard.
+
+    While a rank is built, the one before it is read back once: verified, and stored by the same
+    read. It appears in the store only if both agree.
 
     Raises:
         PreflightError: the model, the format or the scratch disk does not allow it; nothing
@@ -73,37 +85,39 @@ def run(request: ShardRequest, progress: Progress) -> ShardResult:
     with clock("configure"):
         config = model_builder.configure(request.snapshot_dir, ranks, request.dtype, where)
         preflight.check_model(config, where)
-    store = open_store(request.root)
-    files: list[FileEntry] = []
-    shards: list[ShardEntry] = []
+    store = store_of(request.root, request.s3)
+    orphans = store.sweep(f"{layout.model_folder(request.model)}/", _ORPHANED_S)
+    if orphans:
+        progress.log(f"aborted {orphans} uploads that killed runs of {request.model} left behind")
+    shards: list[_Stored] = []
     counts: list[RankCensus] = []
     tied: set[tuple[str, ...]] = set()
-    with scratch_folder(Path(request.scratch_dir), request.directory) as scratch:
+    with (
+        scratch_folder(Path(request.scratch_dir), request.directory) as scratch,
+        _Shelf(store, progress, clock) as shelf,
+    ):
         for rank in range(ranks):
             path = scratch / layout.shard_name(rank, ranks)
             with virtual_rank(rank, ranks):
-                counted, groups, names = _write_rank(config, rank, path, request, progress, clock)
+                counted, groups, names = _write_rank(
+                    config, rank, path, request, store, progress, clock
+                )
             counts.append(counted)
             tied.update(groups)
-            with clock("verify"):
-                progress.update("verifying", rank, ranks)
-                file, tensors = read_back(path)
-                _require_all(file, tensors, names, where)
-            with clock("store"):
-                progress.update("storing", rank, ranks)
-                key = layout.file_key(request.directory, file.path)
-                found = FileDigest(file.size, file.sha256)
-                store.put_file(key, path, sha256=file.sha256, move=True, just_read=found)
-            files.append(file)
-            shards.append(ShardEntry(rank=rank, file=file.path, tensors=tensors))
-            progress.log(_rank_line(rank, ranks, file, tensors))
+            # Scratch holds two shards at most: the one just written, and the one being stored.
+            shards += shelf.wait()
+            shelf.store(rank, ranks, path, request.directory, names, where)
+        shards += shelf.wait()
     model_dtype = config.model_config.dtype
     merged = census.merge(counts, model_dtype)
     return ShardResult(
         dtype=census.dtype_name(model_dtype),
         architecture=config.model_config.architecture,
-        files=tuple(files),
-        shards=tuple(shards),
+        files=tuple(stored.file for stored in shards),
+        shards=tuple(
+            ShardEntry(rank=rank, file=stored.file.path, tensors=stored.tensors)
+            for rank, stored in enumerate(shards)
+        ),
         census=merged,
         # Stock vLLM refuses a file that leaves one of the tied names out ("tensors on meta"), so
         # both are stored; our loader ties them again.
@@ -119,6 +133,7 @@ def _write_rank(
     rank: int,
     path: Path,
     request: ShardRequest,
+    store: Store,
     progress: Progress,
     clock: _Stopwatch,
 ) -> tuple[RankCensus, tuple[tuple[str, ...], ...], set[str]]:
@@ -131,7 +146,9 @@ def _write_rank(
             model = model_builder.construct(config)
         size = preflight.check_tensors(model, where)
         if rank == 0:
-            needed = (size + preflight.METADATA_REGION) * ranks
+            # On a disk that is also the root's, what is stored stays.
+            kept = ranks if store.local_path(request.directory) else min(ranks, 2)
+            needed = (size + preflight.METADATA_REGION) * kept
             preflight.check_scratch(path.parent, needed, where)
         with _refusals(f"{where}: vLLM's own weight loader refuses this snapshot"):
             model_builder.load_weights(
@@ -158,15 +175,94 @@ def _write_rank(
     return counted, groups, names
 
 
-def _require_all(
-    file: FileEntry, tensors: tuple[TensorEntry, ...], names: set[str], where: str
-) -> None:
-    found = {tensor.name for tensor in tensors}
-    if found != names:
-        raise WorkerError(
-            f"{where}: {file.path} holds {len(found)} tensors and the model has {len(names)}; "
-            f"they differ in {', '.join(sorted(found ^ names)[:5])}"
+@dataclass(frozen=True)
+class _Stored:
+    """One rank's file as it was read back, and stored."""
+
+    file: FileEntry
+    tensors: tuple[TensorEntry, ...]
+
+
+class _Shelf:
+    """Verifies and stores one shard while the next is built: one read of the file for both."""
+
+    def __init__(self, store: Store, progress: Progress, clock: _Stopwatch) -> None:
+        self._store = store
+        self._progress = progress
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._stop = Event()
+        self._running: Future[_Stored] | None = None
+        self._what = (0, 0, 0)
+        self._passed = 0
+
+    def __enter__(self) -> _Shelf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # An upload that is still running belongs to a build that failed: it is aborted.
+        self._stop.set()
+        self._pool.shutdown()
+
+    def store(
+        self,
+        rank: int,
+        ranks: int,
+        path: Path,
+        directory: str,
+        names: set[str],
+        where: str,
+    ) -> None:
+        """Start on a file that `wait` waits for."""
+        size = path.stat().st_size
+        self._what = (rank, ranks, size)
+        self._passed = 0
+        self._progress.update("storing", rank, ranks, bytes_done=0, bytes_total=size)
+        self._running = self._pool.submit(self._run, rank, ranks, path, directory, names, where)
+
+    def wait(self) -> tuple[_Stored, ...]:
+        """Wait for the file that is being stored, if one is. Raises as `run` does."""
+        if self._running is None:
+            return ()
+        rank, ranks, size = self._what
+        while not wait([self._running], timeout=1).done:
+            self._progress.update("storing", rank, ranks, bytes_done=self._passed, bytes_total=size)
+        stored, self._running = self._running.result(), None
+        return (stored,)
+
+    def _run(
+        self, rank: int, ranks: int, path: Path, directory: str, names: set[str], where: str
+    ) -> _Stored:
+        start = time.perf_counter()
+        tensors: list[TensorEntry] = []
+        key = layout.file_key(directory, path.name)
+        with self._clock("store"):
+            found = self._store.put_file(
+                key, path, move=True, chunks=self._verified(path, tensors, names, where)
+            )
+        took = time.perf_counter() - start
+        self._progress.log(
+            f"rank {rank}/{ranks}: {len(tensors)} tensors, {found.size:,} bytes, {path.name}, "
+            f"verified and stored at {format_bytes(found.size / max(took, 1e-3))}/s"
         )
+        file = FileEntry(path=path.name, size=found.size, sha256=found.sha256)
+        return _Stored(file, tuple(tensors))
+
+    def _verified(
+        self, path: Path, tensors: list[TensorEntry], names: set[str], where: str
+    ) -> Iterator[bytes]:
+        """The file's bytes; raises after the last one unless they are what was to be written."""
+        for chunk in read_back(path, tensors):
+            if self._stop.is_set():
+                raise WorkerError(f"{where}: stopped before {path.name} was stored")
+            yield chunk
+            self._passed += len(chunk)
+        found = {tensor.name for tensor in tensors}
+        if found != names:
+            raise WorkerError(
+                f"{where}: {path.name} holds {len(found)} tensors and the model has {len(names)}; "
+                f"they differ in {', '.join(sorted(found ^ names)[:5])}"
+            )
 
 
 @contextmanager
@@ -229,7 +325,3 @@ def _versions() -> dict[str, str]:
         "tensorize_assets": __version__,
         "python": platform.python_version(),
     }
-
-
-def _rank_line(rank: int, ranks: int, file: FileEntry, tensors: tuple[TensorEntry, ...]) -> str:
-    return f"rank {rank}/{ranks}: {len(tensors)} tensors, {file.size:,} bytes, {file.path}"

@@ -21,7 +21,9 @@ from tensorize_assets.assets.target import ONESHOT_TAG, Oneshot
 from tensorize_assets.core import channel, layout, signing
 from tensorize_assets.core.catalog import Profile
 from tensorize_assets.core.channel import ChannelEntry
-from tensorize_assets.core.store import LocalStore
+from tensorize_assets.core.local_store import LocalStore
+from tensorize_assets.core.s3 import S3Settings, resolve
+from tensorize_assets.core.store import open_store
 from tensorize_assets.definitions import ASSETS, resources
 from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.launcher import SubprocessLauncher
@@ -53,14 +55,21 @@ def oneshot(suffix: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Home:
-    """One folder that holds everything; `endpoint` is the Hub that it reads."""
+    """One folder that holds everything; `endpoint` is the Hub that it reads.
+
+    Of a root in S3 `settings` says how it is reached; keys come from the environment.
+    """
 
     folder: Path
     endpoint: str
+    root: str = "artifacts"
+    settings: S3Settings | None = None
 
     @property
-    def store(self) -> LocalStore:
-        return LocalStore(self.folder / "artifacts")
+    def store(self) -> Any:
+        if self.settings is None:
+            return LocalStore(self.folder / self.root)
+        return open_store(self.root, resolve(self.settings))
 
     @property
     def key(self) -> signing.SecretKey:
@@ -73,7 +82,8 @@ class Home:
     def write_catalog(self, models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
         """Models, their suffixes, and of each the fields that differ from PROFILE."""
         content = {
-            "root": "artifacts",
+            "root": self.root,
+            **({"s3": self.settings.model_dump(exclude_none=True)} if self.settings else {}),
             "models": {
                 model: {"profiles": {name: {**PROFILE, **own} for name, own in profiles.items()}}
                 for model, profiles in models.items()

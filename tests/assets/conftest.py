@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 import pytest
 
+from tensorize_assets.assets import target
 from tensorize_assets.core.channel import ChannelEntry
+from tensorize_assets.core.s3 import S3Settings
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
+from tensorize_assets.demo.s3_server import REGION, LocalS3
 
 # The helpers of these tests; pytest does not put their folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -69,9 +72,32 @@ def model_hub(hub: LocalHub, first_files: Files) -> LocalHub:
 
 
 @pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries follow nearly at once."""
+    monkeypatch.setattr(target, "_FIRST_WAIT_S", 0.01)
+
+
+@pytest.fixture
 def home(tmp_path: Path, model_hub: LocalHub) -> Home:
     """A home in which nothing was built."""
     fresh = Home(tmp_path / "home", model_hub.endpoint)
+    fresh.write_catalog({MODEL: {"v1": {}}})
+    return fresh
+
+
+@pytest.fixture
+def s3_home(
+    tmp_path: Path,
+    model_hub: LocalHub,
+    s3: LocalS3,
+    s3_root: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Home:
+    """A home in which nothing was built, with its root in S3 and the keys in the environment."""
+    monkeypatch.setenv("S3_ACCESS_KEY_ID", s3.access_key)
+    monkeypatch.setenv("S3_SECRET_ACCESS_KEY", s3.secret_key)
+    settings = S3Settings(endpoint_url=s3.endpoint, region=REGION)
+    fresh = Home(tmp_path / "s3-home", model_hub.endpoint, s3_root, settings)
     fresh.write_catalog({MODEL: {"v1": {}}})
     return fresh
 

@@ -376,13 +376,13 @@ def test_load_catalog_raises_every_problem_one_a_line(tmp_path: Path) -> None:
     """Editors and CI jump to FILE:LINE."""
     file = tmp_path / "models.yaml"
     file.write_text(
-        "root: s3://a\nmodels:\n  a/b:\n    profiles:\n"
+        "root: gs://a\nmodels:\n  a/b:\n    profiles:\n"
         "      v1: {reload_device: cpu}\n      v 2: {reload_device: cpu}\n"
     )
     with pytest.raises(CatalogError) as caught:
         load_catalog(file)
     expected = (
-        f"{file}:1: root: is a URL; only a folder is supported\n"
+        f"{file}:1: root: is a URL that is not s3://; write s3://bucket/prefix, or a folder\n"
         f"{file}:6: models.a/b.profiles.v 2: a suffix cannot contain ' '; "
         "use letters, digits, . _ -"
     )

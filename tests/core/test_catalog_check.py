@@ -289,7 +289,33 @@ ONE_MISTAKE: dict[str, tuple[str, int, str, list[str]]] = {
     "no root": (GOOD.replace("root: artifacts\n", ""), 1, "root", ["is missing", "artifacts"]),
     "no models": ("root: artifacts\n", 1, "models", ["is missing", "models:"]),
     "models empty": ("root: artifacts\nmodels:\n", 2, "models", ["wants a mapping", "nothing"]),
-    "root in S3": (_root("s3://bucket/a"), 1, "root", ["is a URL", "folder"]),
+    "root elsewhere": (_root("gs://bucket/a"), 1, "root", ["is a URL", "folder"]),
+    "root with a key in it": (_root("s3://k:s@bucket/a"), 1, "root", ["without credentials"]),
+    "s3 with a secret": (
+        "s3: {secret_access_key: hunter2}\n" + GOOD,
+        1,
+        "s3.secret_access_key",
+        ["never stand in a catalog", "S3_ACCESS_KEY_ID"],
+    ),
+    "s3 misspelt": ("s3: {regoin: x}\n" + GOOD, 1, "s3.regoin", ["did you mean region"]),
+    "s3 elsewhere": (
+        "s3: {endpoint_url: ftp://x}\n" + GOOD,
+        1,
+        "s3.endpoint_url",
+        ["URL of an S3 server"],
+    ),
+    "s3 addressed strangely": (
+        "s3: {addressing: vhost}\n" + GOOD,
+        1,
+        "s3.addressing",
+        ["auto, path, virtual"],
+    ),
+    "s3 checksums": (
+        "s3: {checksums: always}\n" + GOOD,
+        1,
+        "s3.checksums",
+        ["when_supported, when_required"],
+    ),
     "root empty": (_root('""'), 1, "root", ["is empty"]),
     "root without a value": (_root(""), 1, "root", ["wants text"]),
     "root at home": (_root("~/artifacts"), 1, "root", ["~ is not expanded"]),
@@ -412,7 +438,7 @@ def test_a_file_that_cannot_be_opened_is_a_problem_without_a_line(
 def test_all_mistakes_are_found_at_once(check: Check) -> None:
     """Mending one at a time, with a run between, is what makes people give up."""
     content = """\
-root: s3://bucket
+root: gs://bucket
 models:
   facebook/opt-125m:
     profiles:
@@ -570,7 +596,13 @@ BEYOND_A_SCHEMA = {
     *("model twice", "suffix twice", "field twice", "argument twice", "top key twice"),
     *("merge of text", "two merges", "Python tag", "own tag", "binary", "set", "forced int"),
     *("alias of itself", "perplexity_tolerance infinite", "TP of a thousand digits"),
-    *("revision with a blank", "root in S3", "root at home", "root with %"),
+    *(
+        "revision with a blank",
+        "root elsewhere",
+        "root with a key in it",
+        "root at home",
+        "root with %",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.channel import Channel
 from tensorize_assets.core.errors import ConflictError, SignatureError, StoreError
 from tensorize_assets.core.evidence import Device
-from tensorize_assets.core.store import LocalStore
+from tensorize_assets.core.local_store import LocalStore
 
 KEY = signing.SecretKey(bytes(range(32)))
 TRUSTED = {KEY.public_key}

@@ -10,7 +10,7 @@ from tensorize_assets.core import evidence as evidences
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import EvidenceError, SignatureError, StoreError
 from tensorize_assets.core.evidence import CheckOutcome, Evidence, LoadFigures
-from tensorize_assets.core.store import LocalStore
+from tensorize_assets.core.local_store import LocalStore
 
 KEY = signing.SecretKey(bytes(range(32)))
 SHA = "a" * 64

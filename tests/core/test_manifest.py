@@ -10,6 +10,7 @@ from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core import manifest as manifests
 from tensorize_assets.core.build import BuildInputs, build_id
 from tensorize_assets.core.errors import ManifestError, SignatureError
+from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import (
     CastEntry,
     DtypeCensus,
@@ -22,7 +23,6 @@ from tensorize_assets.core.manifest import (
     TensorEntry,
     TiedGroup,
 )
-from tensorize_assets.core.store import LocalStore
 
 GOLDEN = Path(__file__).parent / "golden" / "manifest.json"
 KEY = signing.SecretKey(bytes(range(32)))

@@ -22,9 +22,9 @@ from tensorize_assets.core.errors import (
     TensorizeAssetsError,
 )
 from tensorize_assets.core.evidence import CheckOutcome, Evidence, LoadFigures, write_evidence
+from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest
 from tensorize_assets.core.publish import publish, roll_back
-from tensorize_assets.core.store import LocalStore
 
 KEY = signing.SecretKey(bytes(range(32)))
 STRANGER = signing.SecretKey(bytes(range(1, 33)))

@@ -11,8 +11,8 @@ import pytest
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core import manifest as manifests
 from tensorize_assets.core.errors import StoreError
+from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest
-from tensorize_assets.core.store import LocalStore
 from tensorize_assets.core.verify import VerifyReport, verify_directory, verify_folder
 
 KEY = signing.SecretKey(bytes(range(32)))

@@ -98,7 +98,7 @@ def test_versions_and_seconds_are_told(built: dict[str, Any]) -> None:
     """Versions are part of the build; seconds say where the time went."""
     result = built["llama-1"]
     assert {"vllm", "torch", "tensorizer", "tensorize_assets", "python"} == set(result["versions"])
-    stages = {"configure", "load", "census", "write", "verify", "store"}
+    stages = {"configure", "load", "census", "write", "store"}
     assert stages == set(result["seconds"])
 
 
@@ -214,8 +214,8 @@ def test_a_second_worker_of_a_build_is_refused_until_the_first_is_gone(
     ("name", "whole"),
     [
         ("killed loading 0", []),
-        ("killed verifying 0", []),
-        ("killed verifying 1", ["vllm/tiny/llama/model-rank-000.tensors"]),
+        ("killed storing 0", []),
+        ("killed storing 1", ["vllm/tiny/llama/model-rank-000.tensors"]),
     ],
 )
 def test_a_killed_worker_leaves_no_half_file_and_the_next_one_completes(

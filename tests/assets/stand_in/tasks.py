@@ -21,7 +21,7 @@ from tensorize_assets.core.manifest import (
     StockVllm,
     TensorEntry,
 )
-from tensorize_assets.core.store import open_store
+from tensorize_assets.core.store import digest
 from tensorize_assets.core.tasks import (
     Answers,
     Output,
@@ -35,6 +35,7 @@ from tensorize_assets.core.tasks import (
     TensorReport,
     TokenScore,
 )
+from tensorize_assets.worker.access import store_of
 from tensorize_assets.worker.session import Progress
 
 _CONTENT = b"one tensor" * 1000
@@ -56,7 +57,7 @@ def shard(request: ShardRequest, progress: Progress) -> ShardResult:
     scratch.write_bytes(_CONTENT)
     name = layout.shard_name(0, 1)
     key = layout.file_key(request.directory, name)
-    open_store(request.root).put_file(key, scratch, sha256=_SHA256, move=True)
+    store_of(request.root, request.s3).put_file(key, scratch, sha256=_SHA256, move=True)
     size = len(_CONTENT)
     tensor = TensorEntry(
         name="w", kind="parameter", dtype="bfloat16", shape=(size // 2,), size=size, sha256=_SHA256
@@ -88,7 +89,8 @@ def reference(request: ReferenceRequest, progress: Progress) -> ReferenceResult:
 
 def reload(request: ReloadRequest, progress: Progress) -> ReloadResult:
     _die_if_asked("reload")
-    found = hashlib.sha256(Path(request.folder, "model.tensors").read_bytes()).hexdigest()
+    key = layout.file_key(request.directory, "model.tensors")
+    found = digest(store_of(request.root, request.s3), key).sha256
     return ReloadResult(
         answers=_answers(request.prompts),
         loads=(_load({"w": TensorReport(sha256=found, finite=True)}),),

@@ -36,11 +36,10 @@ from tensorize_assets.worker.session import Progress
 PROMPTS = ("the quick brown fox", "seven wizards watch from a")
 
 
-def fields(folder: Path, **changes: object) -> dict[str, object]:
+def fields(**changes: object) -> dict[str, object]:
     known: dict[str, object] = {
         "model": "tiny/model",
         "suffix": "v1",
-        "folder": str(folder),
         "tensor_parallel_size": 1,
         "dtype": "bfloat16",
         "device": "cpu",
@@ -50,14 +49,16 @@ def fields(folder: Path, **changes: object) -> dict[str, object]:
 
 
 def referenced(folder: Path) -> dict[str, Any]:
-    result = reference.run(ReferenceRequest.model_validate(fields(folder)), Progress.silent())
+    request = ReferenceRequest.model_validate(fields(folder=str(folder)))
+    result = reference.run(request, Progress.silent())
     return crossed(result, ReferenceResult)
 
 
 def reloaded(folder: Path, **changes: object) -> dict[str, Any]:
     said: list[str] = []
     progress = Progress(lambda message, level: said.append(f"{level}: {message}"))
-    result = reload.run(ReloadRequest.model_validate(fields(folder, **changes)), progress)
+    where = {"root": str(folder.parent), "directory": folder.name, "companions": ()}
+    result = reload.run(ReloadRequest.model_validate(fields(**where, **changes)), progress)
     # vLLM kills a rank that still waits for a failed one, and does not see it die.
     deadline = time.monotonic() + 5
     while (left := ranks()) and time.monotonic() < deadline:
@@ -82,10 +83,10 @@ def crossed(result: Any, kind: Any) -> dict[str, Any]:
 
 
 def refused(
-    task: Callable[..., Any], request: type[Any], folder: Path, device: str = "cuda"
+    task: Callable[..., Any], request: type[Any], device: str = "cuda", **where: object
 ) -> str:
     try:
-        task(request.model_validate(fields(folder, device=device)), Progress.silent())
+        task(request.model_validate(fields(device=device, **where)), Progress.silent())
     except PreflightError as error:
         return str(error)
     return "done"
@@ -97,7 +98,8 @@ def without_plugin(folder: Path) -> str:
     child = os.fork()
     if not child:
         os.environ["VLLM_PLUGINS"] = "others"
-        os.write(writing, refused(reference.run, ReferenceRequest, folder, "cpu").encode())
+        said = refused(reference.run, ReferenceRequest, "cpu", folder=str(folder))
+        os.write(writing, said.encode())
         os._exit(0)
     os.close(writing)
     os.waitpid(child, 0)
@@ -156,8 +158,10 @@ def main(models: Path, out: Path, cases: Path) -> None:
         "broken reference": referenced(broken(models / "llama", out / "broken")),
         "large": referenced(greedy_of_memory(models, out / "large")),
         "no cuda": {
-            "reference": refused(reference.run, ReferenceRequest, models / "llama"),
-            "reload": refused(reload.run, ReloadRequest, models / "llama"),
+            "reference": refused(reference.run, ReferenceRequest, folder=str(models / "llama")),
+            "reload": refused(
+                reload.run, ReloadRequest, root=str(models), directory="llama", companions=()
+            ),
         },
     }
     folder, built = artifact(models / "llama", root, "llama")

@@ -15,6 +15,7 @@ import torch
 from tensorizer import TensorDeserializer
 
 from tensorize_assets.core.errors import PreflightError, WorkerError
+from tensorize_assets.core.manifest import TensorEntry
 from tensorize_assets.worker import census
 from tensorize_assets.worker.module_tensors import MARKER, tied_names
 from tensorize_assets.worker.preflight import METADATA_REGION, check_scratch, check_tensors
@@ -62,12 +63,19 @@ def tensors_of(path: Path) -> list[dict[str, Any]]:
 def outcome(path: Path) -> str:
     """`same`, `other`, or the class of the error, of a file that was `small` before."""
     try:
-        _, tensors = read_back(path)
+        _, tensors = whole(path)
     except WorkerError as error:
         return f"WorkerError: {error}"
     except Exception as error:  # noqa: BLE001 - a test says that there is none
         return f"{type(error).__name__}: {error}"
     return "same" if tensors == WHOLE[1] else "other"
+
+
+def whole(path: Path) -> tuple[bytes, list[TensorEntry]]:
+    """The bytes that `read_back` hands on, and the tensors that it finds."""
+    tensors: list[TensorEntry] = []
+    data = b"".join(read_back(path, tensors))
+    return data, tensors
 
 
 def reading(out: Path) -> dict[str, Any]:
@@ -104,7 +112,7 @@ def reading(out: Path) -> dict[str, Any]:
         "file": {
             "size": len(raw),
             "sha256": hashlib.sha256(raw).hexdigest(),
-            "found": WHOLE[0].model_dump(),
+            "handed_on": hashlib.sha256(WHOLE[0]).hexdigest(),
             "tensors": [tensor.model_dump(mode="json") for tensor in WHOLE[1]],
             "expected": tensors_of(out / "small.tensors"),
         },
@@ -151,7 +159,7 @@ def limit(out: Path, index: int) -> dict[str, Any]:
     path = out / "limit.tensors"
     try:
         write_shard(model, path, {}, lambda _: None)
-        found["read"] = len(read_back(path)[1])
+        found["read"] = len(whole(path)[1])
     except RuntimeError as error:
         found["tensorizer"] = str(error)
     return found
@@ -216,7 +224,7 @@ def main(out: Path, cases: Path, shards: list[Path]) -> None:
     global WHOLE
     out.mkdir()
     write_shard(small(), out / "small.tensors", {}, lambda _: None)
-    WHOLE = read_back(out / "small.tensors")
+    WHOLE = whole(out / "small.tensors")
     found = {
         "shards": {str(path): tensors_of(path) for path in shards},
         "reading": reading(out),

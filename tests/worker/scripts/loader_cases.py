@@ -172,7 +172,8 @@ def main(models: Path, out: Path, cases: Path) -> None:
 
     def errors(name: str, folder: Path, uri: Path | None = None, **settings: Any) -> None:
         found[name] = {"error": failure(folder, uri, **settings)}
-        found[name]["told"] = reported(reports, "failure-000.txt")
+        told = json.loads(reported(reports, "failure-000.json") or "null")
+        found[name]["told"] = told and f"{told['kind']}: {told['message']}"
         found[name]["load"] = json.loads(reported(reports, "rank-000.json") or "null")
 
     errors("other model", qwen2, llama / "model.tensors")

@@ -130,7 +130,7 @@ def main(models: Path, out: Path, cases: Path) -> None:
     # First of all: a fork waits for ever for threads that only the process it came from has, and
     # torch starts some with its first work.
     again = {}
-    for stage, rank in (("loading", 0), ("verifying", 0), ("verifying", 1)):
+    for stage, rank in (("loading", 0), ("storing", 0), ("storing", 1)):
         name = f"killed {stage} {rank}"
         again[name] = request(llama, out / name, "llama", tensor_parallel_size=2)
         found[name] = killed(again[name], stage, rank)

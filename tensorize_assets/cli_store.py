@@ -1,0 +1,149 @@
+"""`tensorize store …`: whether a store can do what the product needs of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from os import environ
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from tensorize_assets.core import jsonio
+from tensorize_assets.core.catalog import load_catalog, resolve_root
+from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
+from tensorize_assets.core.s3 import S3Access, S3Settings, is_s3, resolve
+from tensorize_assets.core.store_check import StoreReport, check_store
+
+_FAILED = 1
+_WRONG = 2
+
+_STYLES = {"works": "green", "fails": "bold red", "tolerated": "yellow", "skipped": "dim"}
+
+store_app = typer.Typer(
+    help="The artifact store: what it can do, and how fast.", no_args_is_help=True
+)
+
+
+@store_app.callback()
+def _group() -> None:
+    """A group also while it has one command."""
+
+
+@store_app.command("check")
+def check(
+    uri: Annotated[
+        str | None,
+        typer.Argument(
+            help="s3://bucket/prefix or a folder. Default: the root of the Dagster home's catalog."
+        ),
+    ] = None,
+    endpoint_url: Annotated[
+        str | None, typer.Option(help="URL of an S3 server that is not AWS.")
+    ] = None,
+    region: Annotated[str | None, typer.Option(help="Region of the bucket.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Profile of the AWS configuration files.")
+    ] = None,
+    ca_bundle: Annotated[
+        str | None, typer.Option(help="File of certificates (PEM) to trust for https.")
+    ] = None,
+    addressing: Annotated[str | None, typer.Option(help="auto, path or virtual.")] = None,
+    checksums: Annotated[str | None, typer.Option(help="when_supported or when_required.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of text.")
+    ] = False,
+) -> None:
+    """Try each verb that the product needs, and say what works, how fast, and what to set.
+
+    Writes 64 MiB under a hidden name of the root and removes it again. Settings of S3 are those
+    of the Dagster home's catalog, where there is one; the options go before them. Credentials
+    come from --profile, S3_ACCESS_KEY_ID and S3_SECRET_ACCESS_KEY, or boto3's own chain.
+    """
+    out = Console(soft_wrap=not sys.stdout.isatty())
+    given = {
+        "endpoint_url": endpoint_url,
+        "region": region,
+        "profile": profile,
+        "ca_bundle": ca_bundle,
+        "addressing": addressing,
+        "checksums": checksums,
+    }
+    try:
+        root, access = _resolve(uri, {k: v for k, v in given.items() if v is not None})
+        report = check_store(root, access)
+    except TensorizeAssetsError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
+        raise typer.Exit(_WRONG if isinstance(error, CatalogError) else _FAILED) from error
+    if as_json:
+        document = {"healthy": report.healthy, **report.model_dump(mode="json")}
+        sys.stdout.write(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    else:
+        _show(report, out)
+    if not report.healthy:
+        raise typer.Exit(_FAILED)
+
+
+def _resolve(uri: str | None, given: dict[str, str]) -> tuple[str, S3Access | None]:
+    """The root to check and how S3 is reached: options, then the catalog, then the environment.
+
+    Raises CatalogError for a wrong catalog or option, and when neither names a root.
+    """
+    home = Path(environ.get("DAGSTER_HOME") or "dagster_home").absolute()
+    path = Path(environ.get("TENSORIZE_CATALOG") or home / "models.yaml")
+    catalog = load_catalog(path) if path.is_file() else None
+    if uri is None:
+        if catalog is None:
+            raise CatalogError(f"give the store to check; there is no catalog at {path}")
+        uri = resolve_root(catalog, path)
+    if not is_s3(uri):
+        return uri, None
+    settings = (catalog.s3 if catalog else None) or S3Settings()
+    try:
+        settings = S3Settings.model_validate({**settings.model_dump(), **given})
+    except ValidationError as error:
+        # Not the values: an endpoint may hold a key.
+        raise CatalogError(f"S3 settings: {jsonio.describe(error)}") from None
+    return uri, resolve(settings)
+
+
+def _show(report: StoreReport, out: Console) -> None:
+    table = Table(title=report.root)
+    table.add_column("verb", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("MB/s", justify="right", no_wrap=True)
+    table.add_column("needs", no_wrap=True)
+    for verb in report.verbs:
+        style = _STYLES[verb.status]
+        table.add_row(
+            verb.name,
+            f"[{style}]{verb.status}[/]",
+            _number(verb.milliseconds),
+            _number(verb.mb_per_s),
+            verb.needs,
+        )
+    out.print(table)
+    for name, value in report.facts.items():
+        out.print(f"{name}: {value}", markup=False, highlight=False)
+    # Below the table, whose cells would break the text into slivers; one reason is told once.
+    reasons: dict[str, list[str]] = {}
+    for verb in report.verbs:
+        if verb.reason and verb.status != "skipped":
+            reasons.setdefault(verb.reason, []).append(verb.name)
+    for reason, names in reasons.items():
+        out.print(f"{', '.join(names)}: {reason}", markup=False, highlight=False)
+    for left in report.left:
+        out.print(f"left behind: {left}", style="yellow", markup=False, highlight=False)
+    if report.healthy:
+        out.print("The product can work here.", style="green")
+    else:
+        out.print("The product cannot work here as it is.", style="bold red")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"

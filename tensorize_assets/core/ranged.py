@@ -1,0 +1,548 @@
+"""Large remote objects read as files: ranged requests ahead of the reader, each retried.
+
+One long stream breaks with its connection, and one connection is slower than the machine. So an
+object is read in parts, a few at a time, each by a request of its own that is pinned to the ETag
+seen at the start: an object that is replaced meanwhile is refused, never mixed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import logging
+import re
+import ssl
+import threading
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urljoin, urlsplit, urlunsplit
+
+import tenacity
+import urllib3
+
+from tensorize_assets.core.errors import StoreError, StoreUnavailableError
+
+PART_BYTES = 16 * 1024 * 1024
+AHEAD = 4
+
+# Tries of one part, with 0.2 s to 5 s between them: longer than a server takes to restart.
+_ATTEMPTS = 6
+_FIRST_WAIT_S = 0.2
+_LONGEST_WAIT_S = 5.0
+
+# After each step of this many bytes a request asks whether anybody still waits for it.
+_STEP_BYTES = 1024 * 1024
+_CLOSE_WAIT_S = 5.0
+
+_CONNECT_TIMEOUT_S = 10.0
+_READ_TIMEOUT_S = 60.0
+_MAX_REDIRECTS = 5
+
+Stopped = Callable[[], bool]
+
+
+class RangeSource(Protocol):
+    """An object of known size that any thread may read any range of."""
+
+    @property
+    def uri(self) -> str:
+        """How the object is called in messages: without a query, without secrets."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The object's size in bytes."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """The object's ETag, or what else tells it from another under the same name."""
+        ...
+
+    def read_into(self, start: int, buffer: memoryview, stopped: Stopped) -> None:
+        """Fill `buffer` with the bytes from `start` on; give up once `stopped()`.
+
+        Raises:
+            StoreUnavailableError: trouble on the way, or given up; another try may help.
+            StoreError: the object was replaced, is gone, or is refused.
+        """
+        ...
+
+
+class RangedReader(io.BufferedIOBase):
+    """The bytes `start` to `end` (exclusive, None for all) of a source, as a file of their own.
+
+    Position 0 is `start`. Reading one part begins the next `ahead` of them, each in a thread;
+    held are at most `part_bytes` * (`ahead` + 1) bytes. For one thread at a time. `readinto`
+    fills its buffer unless the end comes first. Reading raises what `RangeSource.read_into`
+    does, a StoreUnavailableError only after several tries.
+    """
+
+    def __init__(
+        self,
+        source: RangeSource,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        part_bytes: int = PART_BYTES,
+        ahead: int = AHEAD,
+    ) -> None:
+        end = source.size if end is None else min(end, source.size)
+        if not 0 <= start <= end:
+            raise StoreError(
+                f"{source.uri} has {source.size} bytes, not {start} to {end}; ask for a range "
+                "that exists"
+            )
+        self.source = source
+        self._start = start
+        self._length = end - start
+        self._position = 0
+        self._part_bytes = max(1, min(part_bytes, self._length))
+        self._ahead = min(ahead, -(-self._length // self._part_bytes))
+        self._parts: deque[_Part] = deque()
+        self._free: list[memoryview] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._count_lock = threading.Lock()
+        self._retries = 0
+
+    @property
+    def retries(self) -> int:
+        """How many requests had to be made again so far."""
+        return self._retries
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        self._require_open()
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._require_open()
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"{self.source.uri} has no byte {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        done = 0
+        while done < len(view):
+            chunk = self._here(len(view) - done)
+            if not chunk:
+                break
+            view[done : done + len(chunk)] = chunk
+            done += len(chunk)
+            self._position += len(chunk)
+        return done
+
+    def readinto1(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        chunk = self._here(len(view))
+        view[: len(chunk)] = chunk
+        self._position += len(chunk)
+        return len(chunk)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self._length - self._position)
+        if size is not None and size >= 0:
+            left = min(left, size)
+        if left == 0:
+            self._require_open()
+            return b""
+        first = self._here(left)
+        if len(first) == left:
+            self._position += left
+            return bytes(first)
+        data = bytearray(left)
+        self.readinto(data)
+        return bytes(data)
+
+    def read1(self, size: int = -1, /) -> bytes:
+        chunk = bytes(self._here(size if size >= 0 else self._length))
+        self._position += len(chunk)
+        return chunk
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        self._drop(_CLOSE_WAIT_S)
+        self._free.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.source.uri} was closed")
+
+    def _here(self, most: int) -> memoryview:
+        """Return up to `most` bytes at the position, from one part; none at the end."""
+        self._require_open()
+        if self._position >= self._length or most <= 0:
+            return memoryview(b"")
+        parts = self._parts
+        if parts and not parts[0].start <= self._position < parts[-1].end:
+            self._drop(None)
+        while parts and parts[0].end <= self._position:
+            self._take_back(parts.popleft())
+        if not parts or (len(parts) <= self._ahead and parts[-1].end < self._length):
+            self._request()
+        part = parts[0]
+        part.future.result()
+        offset = self._position - part.start
+        return part.view[offset : min(offset + most, part.end - part.start)]
+
+    def _request(self) -> None:
+        """Begin parts until `ahead` of them follow the one that is being read."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(
+                self._ahead, thread_name_prefix=f"read {self.source.uri[-40:]}"
+            )
+        start = self._parts[-1].end if self._parts else self._position
+        while len(self._parts) <= self._ahead and start < self._length:
+            end = min(start + self._part_bytes, self._length)
+            room = self._free.pop() if self._free else memoryview(bytearray(self._part_bytes))
+            stop = threading.Event()
+            future = self._pool.submit(self._fetch, self._start + start, room[: end - start], stop)
+            self._parts.append(_Part(start, end, room, stop, future))
+            start = end
+
+    def _fetch(self, start: int, buffer: memoryview, stop: threading.Event) -> None:
+        def again(state: tenacity.RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome else None
+            return isinstance(error, StoreUnavailableError) and not stop.is_set()
+
+        tenacity.Retrying(
+            retry=again,
+            stop=tenacity.stop_after_attempt(_ATTEMPTS),
+            wait=tenacity.wait_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S)
+            + tenacity.wait_random(0, _FIRST_WAIT_S),
+            sleep=tenacity.sleep_using_event(stop),
+            before_sleep=self._count,
+            reraise=True,
+        )(self.source.read_into, start, buffer, stop.is_set)
+
+    def _count(self, _: tenacity.RetryCallState) -> None:
+        with self._count_lock:
+            self._retries += 1
+
+    def _take_back(self, part: _Part) -> None:
+        """Keep the buffer of a part that is not needed any more for a later one."""
+        if not part.future.done():
+            part.stop.set()
+            part.future.cancel()
+            wait([part.future])
+        self._free.append(part.view)
+
+    def _drop(self, patience_s: float | None) -> None:
+        """Forget every part; those that do not end in time keep their buffers to themselves."""
+        for part in self._parts:
+            part.stop.set()
+            part.future.cancel()
+        ended, _ = wait([part.future for part in self._parts], timeout=patience_s)
+        self._free += [part.view for part in self._parts if part.future in ended]
+        self._parts.clear()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One request's bytes `start` to `end` in `view`, complete once `future` is."""
+
+    start: int
+    end: int
+    view: memoryview
+    stop: threading.Event
+    future: Future[None]
+
+
+class S3Source:
+    """An object in S3, pinned to its ETag.
+
+    `client` is boto3's; `explain` makes a context in which its errors become those of `errors`.
+
+    Raises what `explain` raises when the object cannot be read.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        bucket: str,
+        key: str,
+        uri: str,
+        explain: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._client = client
+        self._object = {"Bucket": bucket, "Key": key}
+        self._explain = explain
+        self.uri = uri
+        self.size, self.version = self._first()
+
+    def read_into(self, start: int, buffer: memoryview, stopped: Stopped) -> None:
+        with self._explain():
+            try:
+                answer = self._client.get_object(
+                    **self._object,
+                    Range=f"bytes={start}-{start + len(buffer) - 1}",
+                    IfMatch=self.version,
+                )
+            except self._client.exceptions.ClientError as error:
+                if _status(error) in (412, 416):
+                    raise _replaced(self.uri) from None
+                raise
+            # The stream below boto3's: it copies what it reads once more.
+            raw = answer["Body"]._raw_stream
+            try:
+                # For stores that do not know the condition.
+                if answer["ETag"] != self.version:
+                    raise _replaced(self.uri)
+                _require_range(self.uri, answer.get("ContentRange"), start, buffer, self.size)
+            except BaseException:
+                raw.close()
+                raise
+            _fill(raw, buffer, self.uri, stopped)
+
+    def _first(self) -> tuple[int, str]:
+        with self._explain():
+            try:
+                # Not HEAD: its refusals have no body, and so no reason.
+                answer = self._client.get_object(**self._object, Range="bytes=0-0")
+            except self._client.exceptions.ClientError as error:
+                # No first byte: an empty object.
+                if _status(error) != 416:
+                    raise
+                answer = self._client.head_object(**self._object)
+                return answer["ContentLength"], answer["ETag"]
+            answer["Body"].read()
+            return _total(self.uri, answer.get("ContentRange")), answer["ETag"]
+
+
+def _status(error: Any) -> int | None:
+    return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+
+
+class HttpSource:
+    """An object at an http(s) URL of a server that knows ranges.
+
+    The URL may be signed: its query is in no message and no log. Redirects are followed, but
+    not from https to http. `ca_bundle` is a file of certificates to trust instead of the system's.
+
+    Raises StoreError when the object cannot be read, StoreUnavailableError when a later try may
+    help.
+    """
+
+    def __init__(self, url: str, *, ca_bundle: str | None = None) -> None:
+        self._url = url
+        self.uri = without_query(url)
+        _hide_queries()
+        self._pool = _pool(url, ca_bundle)
+        self._etag: str | None = None
+        self.size, self.version = self._first()
+
+    def read_into(self, start: int, buffer: memoryview, stopped: Stopped) -> None:
+        raw = self._get(start, start + len(buffer) - 1)
+        try:
+            if raw.status != 206:
+                raise _refusal(self.uri, raw)
+            if _version(raw.headers) != self.version:
+                raise _replaced(self.uri)
+            _require_range(self.uri, raw.headers.get("Content-Range"), start, buffer, self.size)
+        except BaseException:
+            raw.close()
+            raise
+        _fill(raw, buffer, self.uri, stopped)
+
+    def _first(self) -> tuple[int, str]:
+        raw = self._get(0, 0)
+        self._etag = raw.headers.get("ETag")
+        content_range = raw.headers.get("Content-Range")
+        try:
+            if raw.status == 416 and content_range == "bytes */0":
+                return 0, _version(raw.headers)
+            if raw.status != 206:
+                raise _refusal(self.uri, raw)
+            return _total(self.uri, content_range), _version(raw.headers)
+        finally:
+            raw.drain_conn()
+
+    def _get(self, first: int, last: int) -> urllib3.BaseHTTPResponse:
+        headers = {"Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
+        # A weak ETag must not stand in If-Match.
+        if self._etag is not None and not self._etag.startswith("W/"):
+            headers["If-Match"] = self._etag
+        url = self._url
+        for _ in range(_MAX_REDIRECTS + 1):
+            try:
+                raw = self._pool.request(
+                    "GET", url, headers=headers, preload_content=False, redirect=False
+                )
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                # Not chained: urllib3's errors may hold the whole URL.
+                raise _trouble(self.uri, error) from None
+            target = raw.get_redirect_location()
+            if not target:
+                return raw
+            raw.close()
+            before, url = url, urljoin(url, target)
+            if urlsplit(url).scheme not in {"https", urlsplit(before).scheme}:
+                raise StoreError(
+                    f"{self.uri} redirects to {without_query(url)}, which is not https; give a "
+                    "URL that answers by itself"
+                )
+        raise StoreError(
+            f"{self.uri} redirects more than {_MAX_REDIRECTS} times; give a URL that answers itself"
+        )
+
+
+def without_query(url: str) -> str:
+    """Return a URL as it may be shown: signatures are in queries, passwords before the host."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _fill(raw: urllib3.BaseHTTPResponse, buffer: memoryview, uri: str, stopped: Stopped) -> None:
+    """Read a response into `buffer`, and hand its connection back for the next request."""
+    # urllib3's own readinto makes a bytes object of everything first; http.client's receives
+    # into the buffer.
+    direct = getattr(raw, "_fp", None)
+    stream = direct if isinstance(direct, http.client.HTTPResponse) else raw
+    done = 0
+    try:
+        while done < len(buffer):
+            if stopped():
+                raise StoreUnavailableError(f"reading {uri} was given up")
+            count = stream.readinto(buffer[done : done + _STEP_BYTES])
+            if not count:
+                raise StoreUnavailableError(
+                    f"reading {uri} broke off after {done} of {len(buffer)} bytes of a part; "
+                    "is the server, or the way to it, in trouble?"
+                )
+            done += count
+    except (OSError, http.client.HTTPException, urllib3.exceptions.HTTPError) as error:
+        raw.close()
+        raise _trouble(uri, error) from None
+    except BaseException:
+        raw.close()
+        raise
+    raw.release_conn()
+
+
+def _trouble(uri: str, error: Exception) -> StoreError:
+    reason: BaseException = error
+    while isinstance(inner := getattr(reason, "reason", None), BaseException):
+        reason = inner
+    if isinstance(reason, ssl.SSLCertVerificationError) or isinstance(
+        next(iter(reason.args), None), ssl.SSLCertVerificationError
+    ):
+        return StoreError(
+            f"{uri}: the server's certificate is not trusted; name the certificates to trust in "
+            "`ca_bundle` or the variable AWS_CA_BUNDLE"
+        )
+    said = _SIGNED.sub("?…", str(reason))
+    return StoreUnavailableError(
+        f"reading {uri} failed: {type(reason).__name__}: {said}; is the server, or the way to it, "
+        "in trouble?"
+    )
+
+
+def _refusal(uri: str, raw: urllib3.BaseHTTPResponse) -> StoreError:
+    status = raw.status
+    if status == 200:
+        return StoreError(
+            f"{uri}: the server knows no ranges, and a broken read could not go on; serve the "
+            "object from one that does (S3, nginx, Apache, Caddy do)"
+        )
+    if status in (412, 416):
+        return _replaced(uri)
+    if status in (401, 403):
+        return StoreError(
+            f"{uri}: the server refuses ({status}); is the object public, or its signed URL "
+            "expired or made with a wrong key?"
+        )
+    if status in (404, 410):
+        return StoreError(f"{uri} does not exist ({status}); build it again, or correct the URL")
+    if status in (408, 425, 429) or status >= 500:
+        return StoreUnavailableError(f"{uri}: the server answered {status}; try again later")
+    return StoreError(f"{uri}: the server answered {status} to a ranged GET")
+
+
+def _replaced(uri: str) -> StoreError:
+    return StoreError(
+        f"{uri} was replaced while it was read; read it again. Objects of a build never change: "
+        "who wrote it?"
+    )
+
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_SIGNED = re.compile(r"\?\S*")
+
+
+def _total(uri: str, content_range: str | None) -> int:
+    match = _CONTENT_RANGE.fullmatch(content_range or "")
+    if match is None:
+        raise StoreError(
+            f"{uri}: the server knows no ranges (Content-Range: {content_range}); serve the object "
+            "from one that does"
+        )
+    return int(match[3])
+
+
+def _require_range(
+    uri: str, content_range: str | None, start: int, buffer: memoryview, size: int
+) -> None:
+    expected = f"bytes {start}-{start + len(buffer) - 1}/{size}"
+    if content_range != expected:
+        raise StoreError(
+            f"{uri}: asked for {expected}, the server sent {content_range}; was the object "
+            "replaced while it was read?"
+        )
+
+
+def _version(headers: Mapping[str, str]) -> str:
+    return headers.get("ETag") or headers.get("Last-Modified") or ""
+
+
+def _pool(url: str, ca_bundle: str | None) -> urllib3.PoolManager:
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise StoreError(f"{without_query(url)} is no http(s) URL")
+    settings: dict[str, Any] = {
+        "retries": False,
+        "maxsize": 16,
+        "timeout": urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=_READ_TIMEOUT_S),
+    }
+    if ca_bundle is not None:
+        settings["ca_certs"] = ca_bundle
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname):
+        return urllib3.ProxyManager(proxy, **settings)
+    return urllib3.PoolManager(**settings)
+
+
+class _WithoutQueries(logging.Filter):
+    """Cuts signatures out of urllib3's debug log, which names each request's path and query."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                _SIGNED.sub("?…", value) if isinstance(value, str) else value
+                for value in record.args
+            )
+        return True
+
+
+_FILTER = _WithoutQueries()
+
+
+def _hide_queries() -> None:
+    # Adding the same filter twice does nothing.
+    logging.getLogger("urllib3.connectionpool").addFilter(_FILTER)

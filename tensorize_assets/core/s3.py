@@ -1,0 +1,702 @@
+"""How S3 is reached: settings, credentials, boto3's client, and its errors in words of ours."""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import os
+import re
+import socket
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from tensorize_assets.core import jsonio, layout
+from tensorize_assets.core.errors import StoreError, StoreUnavailableError
+
+ACCESS_VARIABLE = "TENSORIZE_ASSETS_S3_ACCESS"
+"""Names the file from which a process of vLLM reads how to reach S3."""
+
+_SCHEME = "s3://"
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_MAX_ACCESS_BYTES = 64 * 1024
+_MAX_SAID = 300
+
+_CONNECT_TIMEOUT_S = 10
+_READ_TIMEOUT_S = 60
+_CONNECTIONS = 32
+
+
+class S3Settings(jsonio.Record):
+    """How an s3:// root is reached; no secrets."""
+
+    endpoint_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^?#@\s]+$",
+        description="URL of an S3 server that is not AWS, as in http://127.0.0.1:8333. Without it: "
+        "S3_ENDPOINT_URL, then boto3's own settings, then AWS.",
+    )
+    region: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Region of the bucket. Without it: boto3's own settings. Most servers that are "
+        "not AWS take any.",
+    )
+    profile: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Profile of the AWS configuration files to take credentials from, before "
+        "S3_ACCESS_KEY_ID and AWS_* variables.",
+    )
+    addressing: Literal["auto", "path", "virtual"] = Field(
+        default="auto",
+        description="Where the bucket stands in a URL: in its path, or before the host name "
+        "(virtual). auto: as AWS wants it there; elsewhere what the server answers to.",
+    )
+    ca_bundle: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of certificates (PEM) to trust for https, instead of the system's. "
+        "Without it: AWS_CA_BUNDLE.",
+    )
+    checksums: Literal["when_supported", "when_required"] | None = Field(
+        default=None,
+        description="when_required: for servers that refuse the checksums boto3 sends by default; "
+        "uploads then carry Content-MD5. Without it: boto3's own settings.",
+    )
+    unsafe_no_cas: bool = Field(
+        default=False,
+        description="Publish on a server that ignores conditional writes. Two publishers at once "
+        "may then lose one publication.",
+    )
+    reload_url: str | None = Field(
+        default=None,
+        pattern=r"^(presigned|https?://[^?#@\s]+)$",
+        description="How the reload check reads tensors, when not through S3's own API: presigned, "
+        "or the URL under which the root is public.",
+    )
+    max_attempts: int = Field(
+        default=5, ge=1, le=20, description="Tries of one request, the first included."
+    )
+
+
+@dataclass(frozen=True)
+class S3Credentials:
+    """An access key. Shows itself by nothing but its being there."""
+
+    access_key_id: str = field(repr=False)
+    secret_access_key: str = field(repr=False)
+    session_token: str | None = field(default=None, repr=False)
+
+    def to_secrets(self) -> dict[str, bytes]:
+        """Return the parts by name, to be handed over apart from everything else."""
+        parts = {
+            "s3_access_key_id": self.access_key_id,
+            "s3_secret_access_key": self.secret_access_key,
+            "s3_session_token": self.session_token,
+        }
+        return {name: part.encode() for name, part in parts.items() if part is not None}
+
+    @staticmethod
+    def from_secrets(secrets: Mapping[str, bytes]) -> S3Credentials | None:
+        """Return what `to_secrets` gave away; None when `secrets` has none of it.
+
+        Raises StoreError when only a part of it is there.
+        """
+        key, secret, token = (
+            secrets[name].decode() if name in secrets else None
+            for name in ("s3_access_key_id", "s3_secret_access_key", "s3_session_token")
+        )
+        if key is None and secret is None and token is None:
+            return None
+        if key is None or secret is None:
+            raise StoreError(
+                "only a part of the S3 credentials was handed over; hand over both keys, or none"
+            )
+        return S3Credentials(key, secret, token)
+
+
+@dataclass(frozen=True)
+class S3Access:
+    """Settings, and credentials or None for boto3's own chain; makes the client for both."""
+
+    settings: S3Settings = field(default_factory=S3Settings)
+    credentials: S3Credentials | None = None
+    _made: _Made = field(
+        default_factory=lambda: _Made(), init=False, repr=False, compare=False, hash=False
+    )
+
+    @property
+    def client(self) -> Any:
+        """boto3's S3 client, thread-safe, the same at each call in one process.
+
+        Raises StoreError for settings that boto3 does not take.
+        """
+        return self._client("virtual" if self.settings.addressing == "virtual" else None)
+
+    def client_for(self, bucket: str) -> Any:
+        """Return the client that addresses `bucket` as the server answers to.
+
+        With addressing `auto` and a server that is not AWS that is found out by the first call.
+        Raises StoreError for settings that boto3 does not take.
+        """
+        client = self.client
+        if self.settings.addressing != "auto" or _is_aws(client):
+            return client
+        with self._made.probing:
+            if self._made.style is None:
+                self._made.style = self._probe(bucket, client)
+        return self._client(self._made.style)
+
+    @property
+    def endpoint(self) -> str:
+        """The server as messages call it."""
+        client = self._made.clients.get((os.getpid(), self._default_style()))
+        url = client.meta.endpoint_url if client else self.settings.endpoint_url
+        return url or "AWS"
+
+    def write(self, path: Path) -> None:
+        """Write this to a new file that only its owner can read. Raises StoreError."""
+        document = _AccessFile(
+            settings=self.settings,
+            access_key_id=self.credentials.access_key_id if self.credentials else None,
+            secret_access_key=self.credentials.secret_access_key if self.credentials else None,
+            session_token=self.credentials.session_token if self.credentials else None,
+        )
+        data = jsonio.canonical(jsonio.dump_record(document))
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as stream:
+                # A umask only takes bits away, but an ACL of the folder may add some.
+                os.fchmod(descriptor, 0o600)
+                stream.write(data)
+        except OSError as error:
+            raise StoreError(
+                f"cannot write the S3 access to {path}: {error.strerror}; give it a folder that "
+                "this user can write, and a name that is not taken"
+            ) from error
+
+    @staticmethod
+    def read(path: Path) -> S3Access:
+        """Read what `write` wrote. Raises StoreError, also for a file that others can read."""
+        try:
+            with path.open("rb") as stream:
+                status = os.fstat(stream.fileno())
+                if status.st_mode & 0o077 or status.st_uid != os.geteuid():
+                    raise StoreError(
+                        f"{path} holds S3 credentials and others can read or change it: "
+                        "chmod 600 it, and have it owned by this user"
+                    )
+                data = stream.read(_MAX_ACCESS_BYTES)
+        except OSError as error:
+            raise StoreError(
+                f"cannot read the S3 access from {path}: {error.strerror}; "
+                f"{ACCESS_VARIABLE} names the file, unset it when it is gone"
+            ) from error
+        found = jsonio.load_record(_AccessFile, data, str(path))
+        if found.access_key_id is None or found.secret_access_key is None:
+            return S3Access(found.settings)
+        return S3Access(
+            found.settings,
+            S3Credentials(found.access_key_id, found.secret_access_key, found.session_token),
+        )
+
+    def _default_style(self) -> str | None:
+        return "virtual" if self.settings.addressing == "virtual" else None
+
+    def _client(self, style: str | None) -> Any:
+        made = self._made
+        # A client's connections must not be shared with a process that was forked off.
+        where = (os.getpid(), style)
+        with made.lock:
+            if where not in made.clients:
+                made.clients[where] = _make_client(self, style)
+            return made.clients[where]
+
+    def _probe(self, bucket: str, client: Any) -> str | None:
+        """Return the style to address `bucket` in: path, unless only virtual is answered to."""
+        host = _host(client)
+        if _is_address(host) or _answers_to(client, bucket):
+            return None
+        # Many names have no such subdomain, and the question would wait for its time-outs.
+        try:
+            socket.getaddrinfo(f"{bucket}.{host}", None)
+        except OSError:
+            return None
+        return "virtual" if _answers_to(self._client("virtual"), bucket) else None
+
+
+class _Made:
+    """What an S3Access made so far, apart from what it is."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.probing = threading.Lock()
+        self.clients: dict[tuple[int, str | None], Any] = {}
+        self.style: str | None = None
+
+    def __reduce__(self) -> tuple[type[_Made], tuple[()]]:
+        # Neither locks nor connections go to another process.
+        return _Made, ()
+
+
+class _AccessFile(jsonio.Record):
+    settings: S3Settings
+    access_key_id: str | None
+    secret_access_key: str | None
+    session_token: str | None
+
+
+def is_s3(root: str) -> bool:
+    """Say whether `root` is meant as an S3 URI, which `split_uri` may still refuse."""
+    return root.startswith(_SCHEME)
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """Return bucket and prefix of s3://bucket/prefix; the prefix may be empty.
+
+    Raises StoreError for what is no such URI.
+    """
+    if not is_s3(uri):
+        raise StoreError(f"{uri!r} is no S3 URI; write s3://bucket/prefix")
+    bucket, _, prefix = uri.removeprefix(_SCHEME).partition("/")
+    if "@" in bucket or ":" in bucket:
+        # Not shown: it may hold a key.
+        raise StoreError(
+            "an S3 URI is s3://bucket/prefix, without credentials, host or port; keys come from "
+            "S3_ACCESS_KEY_ID and S3_SECRET_ACCESS_KEY, the server from `s3.endpoint_url`"
+        )
+    if not bucket:
+        raise StoreError(f"{uri!r} names no bucket; write s3://bucket/prefix")
+    if not _BUCKET.fullmatch(bucket):
+        raise StoreError(
+            f"{bucket!r} in {uri!r} cannot be a bucket: names have 3 to 63 lower-case letters, "
+            "digits, dots and hyphens"
+        )
+    prefix = prefix.removesuffix("/")
+    if "?" in prefix or "#" in prefix:
+        raise StoreError(
+            "an S3 URI has no query and no fragment (after ? or #); write s3://bucket/prefix"
+        )
+    return bucket, layout.check_key(prefix) if prefix else ""
+
+
+def resolve(
+    settings: S3Settings | None = None,
+    credentials: S3Credentials | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> S3Access:
+    """Return how S3 is reached, each part from the first place that has it.
+
+    Credentials: `credentials`; the profile that `settings` names; S3_ACCESS_KEY_ID with
+    S3_SECRET_ACCESS_KEY (and S3_SESSION_TOKEN); boto3's own chain: AWS_* variables, web identity
+    (IRSA), the configuration files, container and instance roles. Endpoint: `settings`,
+    S3_ENDPOINT_URL, boto3's own. What is a pair is taken from one place as a whole.
+
+    Raises StoreError when a place has one key of the two, or S3_ENDPOINT_URL is no URL.
+    """
+    settings = settings or S3Settings()
+    endpoint = environ.get("S3_ENDPOINT_URL")
+    if settings.endpoint_url is None and endpoint:
+        try:
+            settings = S3Settings.model_validate(
+                {**settings.model_dump(), "endpoint_url": endpoint}
+            )
+        except ValueError:
+            # Not shown: it may hold a key.
+            raise StoreError(
+                "S3_ENDPOINT_URL is no URL of a server, as in http://127.0.0.1:8333"
+            ) from None
+    if credentials is None and settings.profile is None:
+        credentials = _from_variables(environ)
+    return S3Access(settings, credentials)
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> S3Access:
+    """Return the access in the file that ACCESS_VARIABLE names; without it, `resolve()`.
+
+    Raises StoreError as `resolve` and `S3Access.read` do.
+    """
+    path = environ.get(ACCESS_VARIABLE)
+    return S3Access.read(Path(path)) if path else resolve(environ=environ)
+
+
+@contextmanager
+def explained(verb: str, uri: str, access: S3Access) -> Generator[None]:
+    """Turn errors of boto3 into StoreError and StoreUnavailableError.
+
+    `verb` is one of put, get, list, delete, copy, abort and list uploads of. The message says
+    what failed, where, in S3's own words and in ours, and what to do.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = _explain(error, verb, uri, access)
+        if found is None:
+            raise
+        # Not chained: the original's text may hold what was signed, and with what.
+        raise found from None
+
+
+def code_of(error: BaseException) -> str:
+    """Return S3's code of an error of boto3, the HTTP status where it has none; else ``""``."""
+    response: Any = getattr(error, "response", None)
+    if not isinstance(response, dict):
+        return ""
+    return str(_part(response, "Error", "Code") or _status_of(error) or "")
+
+
+# Client
+
+
+def _make_client(access: S3Access, style: str | None) -> Any:
+    settings = access.settings
+    bundle = settings.ca_bundle
+    if bundle is not None and not Path(bundle).expanduser().is_file():
+        raise StoreError(f"`ca_bundle` {bundle} is no file; name a file of certificates (PEM)")
+    boto3: Any = importlib.import_module("boto3")
+    config: Any = importlib.import_module("botocore.config")
+    endpoint = settings.endpoint_url
+    options: dict[str, Any] = {
+        "retries": {"mode": "standard", "total_max_attempts": settings.max_attempts},
+        "max_pool_connections": _CONNECTIONS,
+        "tcp_keepalive": True,
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "read_timeout": _READ_TIMEOUT_S,
+    }
+    if settings.checksums is not None:
+        options["request_checksum_calculation"] = settings.checksums
+        options["response_checksum_validation"] = settings.checksums
+    with explained("reach", endpoint or "S3", access):
+        session = boto3.session.Session(profile_name=settings.profile)
+        secrets = access.credentials
+        given: dict[str, Any] = {
+            "region_name": settings.region,
+            "endpoint_url": endpoint,
+            "verify": str(Path(bundle).expanduser()) if bundle else None,
+        }
+        if secrets is not None:
+            # All three: boto3 takes no token of the environment to these keys.
+            given["aws_access_key_id"] = secrets.access_key_id
+            given["aws_secret_access_key"] = secrets.secret_access_key
+            given["aws_session_token"] = secrets.session_token
+
+        def make(addressing: str) -> Any:
+            merged = config.Config(**options, s3={"addressing_style": addressing})
+            return session.client("s3", **given, config=merged)
+
+        if style == "virtual" or settings.addressing == "path":
+            return make("virtual" if style == "virtual" else "path")
+        # The endpoint may also come from boto3's own settings, which only the client knows.
+        client = make("auto")
+        return client if _is_aws(client) else make("path")
+
+
+def _host(client: Any) -> str:
+    endpoint: str = client.meta.endpoint_url
+    return urlsplit(endpoint).hostname or ""
+
+
+def _is_aws(client: Any) -> bool:
+    return _host(client).endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _answers_to(client: Any, bucket: str) -> bool:
+    """Say whether the server understands how `client` addresses `bucket`, whatever it answers."""
+    exceptions: Any = importlib.import_module("botocore.exceptions")
+    try:
+        client.list_objects_v2(Bucket=bucket, MaxKeys=1)
+    except exceptions.ClientError as error:
+        # Servers that want the other style take the bucket for a key, or say so in words of
+        # their own. Refusals of keys, rights and clocks come after the address was understood.
+        return code_of(error) in _UNDERSTOOD
+    except exceptions.BotoCoreError:
+        # Nothing was found out; the request that follows explains it.
+        return True
+    return True
+
+
+_UNDERSTOOD = frozenset(
+    {
+        "AccessDenied",
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "ExpiredToken",
+        "InvalidToken",
+        "RequestTimeTooSkewed",
+        "AuthorizationHeaderMalformed",
+        "SlowDown",
+        "ServiceUnavailable",
+        "InternalError",
+    }
+)
+
+
+# Credentials
+
+
+def _from_variables(environ: Mapping[str, str]) -> S3Credentials | None:
+    key = environ.get("S3_ACCESS_KEY_ID")
+    secret = environ.get("S3_SECRET_ACCESS_KEY")
+    if key and secret:
+        return S3Credentials(key, secret, environ.get("S3_SESSION_TOKEN") or None)
+    if key or secret:
+        there, missing = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY")[:: 1 if key else -1]
+        raise StoreError(f"{there} is set and {missing} is not; set both, or neither")
+    return None
+
+
+# Errors
+
+
+def _part(response: Any, *names: str) -> Any:
+    for name in names:
+        response = response.get(name) if hasattr(response, "get") else None
+    return response
+
+
+def _status_of(error: BaseException) -> int | None:
+    return _part(getattr(error, "response", None), "ResponseMetadata", "HTTPStatusCode")
+
+
+_ACTIONS = {
+    "put": "s3:PutObject",
+    "get": "s3:GetObject, and s3:ListBucket, without which S3 says so of absent objects too",
+    "list": "s3:ListBucket",
+    "delete": "s3:DeleteObject",
+    "copy": "s3:GetObject at the source and s3:PutObject at the target",
+    "abort": "s3:AbortMultipartUpload",
+    "list uploads of": "s3:ListBucketMultipartUploads",
+}
+
+_SLOW = frozenset(
+    {
+        "InternalError",
+        "OperationAborted",
+        "RequestTimeout",
+        "RequestTimeoutException",
+        "ServiceUnavailable",
+        "SlowDown",
+        "SlowDownRead",
+        "SlowDownWrite",
+        "ThrottledException",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "TooManyRequestsException",
+        "XMinioServerNotInitialized",
+    }
+)
+
+_KEYS = (
+    "the keys come from the resource's own setting, the profile, S3_ACCESS_KEY_ID with "
+    "S3_SECRET_ACCESS_KEY, or boto3's own chain, whichever comes first"
+)
+_EXPIRED = "the session token has expired; get a new one, and set all three parts"
+_CLOCK = "the clocks of this machine and of the server differ; set this machine's (NTP)"
+
+_ADVICE = {
+    "NoSuchBucket": "make the bucket, or correct `root`; buckets are never made here",
+    "InvalidBucketName": "correct the bucket in `root`",
+    "InvalidAccessKeyId": f"this server does not know the access key: {_KEYS}",
+    "SignatureDoesNotMatch": f"the secret key does not belong to the access key: {_KEYS}",
+    "ExpiredToken": _EXPIRED,
+    "ExpiredTokenException": _EXPIRED,
+    "InvalidToken": "the session token is not of these keys; set all three parts anew",
+    "InvalidClientTokenId": f"this server does not know the access key: {_KEYS}",
+    "RequestTimeTooSkewed": _CLOCK,
+    "RequestExpired": _CLOCK,
+    "InvalidObjectState": "the object lies in an archive; restore it to a class that can be read",
+    "ObjectLocked": "the object is locked; it goes when its retention ends or its hold is removed",
+    "ObjectLockConfigurationNotFoundError": "the bucket has no object lock configuration; give it "
+    "one, or remove the lock settings",
+    "InvalidRetentionPeriod": "correct the retention of the bucket's object lock",
+    "PreconditionFailed": "it was changed or made by somebody else meanwhile; run again",
+    "ConditionalRequestConflict": "somebody else writes it at this moment; run again",
+    "EntityTooLarge": "this server takes no object or part of this size; see its limits",
+    "EntityTooSmall": "this server wants larger parts; report it, with the server's name",
+    "KeyTooLongError": "shorten the prefix in `root`, or the suffix",
+    "MissingContentLength": "a proxy on the way strips Content-Length; go around it",
+    "NotImplemented": "this server lacks a part of S3; `tensorize store check` shows which, and "
+    "`s3.checksums: when_required` often helps",
+    "MethodNotAllowed": "this server lacks a part of S3, or `s3.addressing` is the wrong one; "
+    "`tensorize store check` shows which",
+    "QuotaExceeded": "free some space there, or raise the quota",
+    "InsufficientStorage": "free some space there",
+    "XMinioStorageFull": "free some space there",
+    "AccountProblem": "ask the owner of the account",
+    "KMS.DisabledException": "enable the KMS key of the bucket",
+    "KMS.NotFoundException": "correct the KMS key of the bucket",
+    "NoSuchUpload": "its upload was aborted by another run that stored the same object, by "
+    "`sweep` or by the bucket's lifecycle; run again",
+}
+
+_CHECKSUMS = frozenset(
+    {
+        "BadDigest",
+        "InvalidDigest",
+        "XAmzContentChecksumMismatch",
+        "XAmzContentSHA256Mismatch",
+        "InvalidChecksum",
+        "ChecksumMismatch",
+        "MalformedTrailerError",
+        "IncompleteBody",
+    }
+)
+_REGIONS = frozenset(
+    {
+        "AuthorizationHeaderMalformed",
+        "PermanentRedirect",
+        "TemporaryRedirect",
+        "IllegalLocationConstraintException",
+        "InvalidRegion",
+        "InvalidRegionName",
+        "301",
+        "307",
+    }
+)
+_DENIED = frozenset({"AccessDenied", "AllAccessDisabled", "Forbidden", "403"})
+_CHECKSUM_ADVICE = (
+    "what arrived is not what was sent, or this server does not know boto3's checksums; set "
+    "`s3.checksums: when_required`, and if it stays so look for damage on the way"
+)
+
+
+def _explain(error: Exception, verb: str, uri: str, access: S3Access) -> StoreError | None:
+    exceptions: Any = importlib.import_module("botocore.exceptions")
+    urllib3: Any = importlib.import_module("urllib3.exceptions")
+    what = f"cannot {verb} {uri} at {access.endpoint}"
+    if isinstance(error, exceptions.ClientError):
+        return _refusal(error, what, verb, access)
+    if isinstance(error, exceptions.BotoCoreError | urllib3.HTTPError):
+        return _trouble(error, what, access, exceptions)
+    if isinstance(error, RecursionError):
+        # boto3 follows a redirect by asking for the bucket's region, which is redirected too.
+        return StoreError(
+            f"{what}: the server redirects every request; set `s3.endpoint_url` to where it "
+            "answers (https?), or `s3.region` to the bucket's region"
+        )
+    if isinstance(error, ValueError) and "nvalid endpoint" in str(error):
+        return StoreError(f"{what}: the endpoint is no URL; correct `s3.endpoint_url`")
+    if isinstance(error, OSError) and "TLS CA certificate" in str(error):
+        return StoreError(f"{what}: {error}; correct `s3.ca_bundle` or AWS_CA_BUNDLE")
+    if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
+        return _down(what, str(error) or type(error).__name__)
+    return None
+
+
+def _refusal(error: Exception, what: str, verb: str, access: S3Access) -> StoreError:
+    """Return what S3's answer means."""
+    code, status = code_of(error), _status_of(error) or 0
+    message = _part(getattr(error, "response", None), "Error", "Message")
+    if code == "NoSuchKey":
+        return StoreError(f"{what}: it does not exist; build it again")
+    said = _shown(message, access)
+    said = f"{what}: {said} ({code})" if said and said != code else f"{what}: {code}"
+    if code in _SLOW or (status >= 500 and status not in (501, 507)) or status == 429:
+        return StoreUnavailableError(f"{said}; the server is in trouble or busy; run again later")
+    if code == "NoSuchUpload":
+        return StoreUnavailableError(f"{said}; {_ADVICE[code]}")
+    if code in _REGIONS:
+        return StoreError(f"{said}; {_region_advice(error)}")
+    if code in _CHECKSUMS:
+        return StoreError(f"{said}; {_CHECKSUM_ADVICE}")
+    if code == "InvalidRequest" and message and "checksum" in str(message).lower():
+        return StoreError(f"{said}; {_CHECKSUM_ADVICE}")
+    if code in _DENIED:
+        action = _ACTIONS.get(verb, "what was asked")
+        lock = "; an object lock or a retention may also forbid it" if verb == "delete" else ""
+        return StoreError(f"{said}; allow these credentials {action}{lock}")
+    if code in ("404", "NotFound"):
+        return StoreError(f"{said}; it or its bucket does not exist")
+    if code == "400":
+        # HEAD has no body to give a reason in.
+        return StoreError(f"{said}; the credentials, the region or the clock may be wrong")
+    if status == 501:
+        return StoreError(f"{said}; {_ADVICE['NotImplemented']}")
+    advice = _ADVICE.get(code, "`tensorize store check` tries each verb and says what to set")
+    return StoreError(f"{said}; {advice}")
+
+
+def _region_advice(error: Exception) -> str:
+    response: Any = getattr(error, "response", None)
+    region = _part(response, "Error", "Region") or _part(
+        response, "ResponseMetadata", "HTTPHeaders", "x-amz-bucket-region"
+    )
+    right = f"`s3.region: {region}`" if region else "`s3.region` to the bucket's region"
+    endpoint = _part(response, "Error", "Endpoint")
+    also = f", or the endpoint, which would be {endpoint}" if endpoint else ""
+    return f"the bucket is in another region: set {right}{also}"
+
+
+def _trouble(error: Exception, what: str, access: S3Access, exceptions: Any) -> StoreError:
+    """Return what kept boto3 from an answer."""
+    said = f"{what}: {_shown(error, access)}"
+    text = str(error)
+    if isinstance(error, exceptions.NoCredentialsError):
+        return StoreError(
+            f"{what}: no credentials were found, neither set explicitly, nor in S3_ACCESS_KEY_ID "
+            "and S3_SECRET_ACCESS_KEY, nor by boto3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "web identity, ~/.aws/credentials and ~/.aws/config (AWS_PROFILE), a container's or an "
+            "instance's role; set one of them"
+        )
+    if isinstance(error, exceptions.PartialCredentialsError):
+        return StoreError(f"{said}; set both keys, or neither")
+    if isinstance(error, exceptions.ProfileNotFound):
+        return StoreError(
+            f"{said}; correct `s3.profile` or AWS_PROFILE, or add the profile to ~/.aws/config"
+        )
+    if isinstance(
+        error,
+        exceptions.CredentialRetrievalError
+        | exceptions.TokenRetrievalError
+        | exceptions.UnauthorizedSSOTokenError
+        | exceptions.SSOError,
+    ):
+        return StoreError(f"{said}; get new credentials, as with `aws sso login`")
+    if isinstance(error, exceptions.SSLError) or "CERTIFICATE_VERIFY_FAILED" in text:
+        if "CERTIFICATE_VERIFY_FAILED" in text or "certificate" in text:
+            return StoreError(
+                f"{what}: the server's certificate is not trusted; name the certificates to trust "
+                "in `s3.ca_bundle` or AWS_CA_BUNDLE"
+            )
+        return StoreError(f"{said}; does this server speak https at this port?")
+    if isinstance(error, exceptions.FlexibleChecksumError):
+        return StoreError(f"{said}; {_CHECKSUM_ADVICE}")
+    if not isinstance(error, exceptions.BotoCoreError) or isinstance(
+        error,
+        exceptions.ConnectionError | exceptions.HTTPClientError | exceptions.IncompleteReadError,
+    ):
+        return _down(what, _shown(error, access))
+    return StoreError(f"{said}; correct the S3 settings")
+
+
+def _down(what: str, said: str) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        f"{what}: {said}; is the server up, and `s3.endpoint_url` right? If so, run again later"
+    )
+
+
+def _shown(said: object, access: S3Access) -> str:
+    """Return S3's or boto3's words as they may be shown: short, one line, without secrets."""
+    text = " ".join(str(said or "").split())
+    # A query may hold a signature.
+    text = re.sub(r"(https?://[^\s\"'?]+)\?[^\s\"']*", r"\1", text)
+    if access.credentials is not None:
+        for secret in access.credentials.to_secrets().values():
+            text = text.replace(secret.decode(), "***")
+    return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}…"

@@ -1,0 +1,158 @@
+"""What a rank reads its tensors from: a file, an object in S3, or an http(s) URL.
+
+tensorizer reads the latter two through `curl` on a signed URL: without a retry, and with the
+signature in the process list. Here they are read by `core.ranged`, in this process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, BinaryIO, cast
+
+from tensorizer import TensorDeserializer
+
+from tensorize_assets.core import s3
+from tensorize_assets.core.errors import StoreError
+from tensorize_assets.core.ranged import HttpSource, RangedReader, RangeSource, S3Source
+from tensorize_assets.core.tasks import LoadSource
+
+# A second reader hashes while the first receives; more only help hosts of many cores.
+_READERS = 2
+# In flight and held at once, by all readers together: 64 MiB.
+_PART_BYTES = 8 << 20
+_PARTS = 8
+
+# Of a signed URL, in seconds: longer than any load, and no more than a role's session.
+_SIGNED_FOR_S = 3600
+
+
+@dataclass
+class TensorFile:
+    """A tensorizer file where it lies: on disk if `ranges` is None.
+
+    Objects are pinned to the version that was found.
+    """
+
+    uri: str
+    source: LoadSource
+    size: int
+    ranges: RangeSource | None
+    _readers: list[RangedReader] = field(default_factory=list)
+
+    @property
+    def version(self) -> str:
+        """Differs between two objects of one name; empty on disk."""
+        return "" if self.ranges is None else self.ranges.version
+
+    @property
+    def retries(self) -> int:
+        """How many requests had to be made again, of all readers so far."""
+        return sum(reader.retries for reader in self._readers)
+
+    def deserializer(self, device: str, arguments: Mapping[str, Any]) -> TensorDeserializer:
+        """Open the file with `arguments` of TensorDeserializer; closing it closes the file.
+
+        Raises what TensorDeserializer does, and StoreError.
+        """
+        if self.ranges is None:
+            return TensorDeserializer(
+                open(self.uri, "rb"), device=device, lazy_load=True, **arguments
+            )
+        readers = arguments.get("num_readers") or _READERS
+        ahead = max(1, _PARTS // readers - 1)
+
+        def reopen(begin: int, end: int) -> RangedReader:
+            reader = RangedReader(
+                cast("RangeSource", self.ranges), begin, end, part_bytes=_PART_BYTES, ahead=ahead
+            )
+            self._readers.append(reader)
+            return reader
+
+        stream = cast("BinaryIO", reopen(0, self.size))
+        return _Deserializer(
+            stream,
+            reopen,
+            device=device,
+            lazy_load=True,
+            **{**arguments, "num_readers": readers},
+        )
+
+
+class _Deserializer(TensorDeserializer):
+    """Reads with several threads where tensorizer would not know how to open the file again."""
+
+    def __init__(
+        self, stream: BinaryIO, reopen: Callable[[int, int], RangedReader], **arguments: Any
+    ) -> None:
+        self._reopen_stream = reopen
+        super().__init__(stream, **arguments)
+
+    def _reopen_func(self) -> Callable[[int, int], RangedReader]:
+        return self._reopen_stream
+
+
+def find(uri: str, given: Mapping[str, Any]) -> TensorFile:
+    """Look where `uri` leads.
+
+    How S3 is reached stands in the file that TENSORIZE_ASSETS_S3_ACCESS names, else in the
+    environment as `core.s3.resolve` reads it. `given` is what the user set for tensorizer's own
+    streams; its keys and endpoint go first.
+
+    Raises:
+        FileNotFoundError, OSError: a path that cannot be read.
+        StoreError: an object that cannot be read.
+        StoreUnavailableError: the object store, or the way to it, is in trouble.
+    """
+    scheme, separator, _ = uri.partition("://")
+    if not separator:
+        return TensorFile(uri, "disk", os.stat(uri).st_size, None)
+    if scheme == "s3":
+        return _in_s3(uri, _access(given))
+    if scheme in ("http", "https"):
+        ranges = HttpSource(uri, ca_bundle=_ca_bundle())
+        return TensorFile(ranges.uri, "public_url", ranges.size, ranges)
+    raise StoreError(f"{scheme}:// is not read; give a path, s3:// or http(s)://")
+
+
+def _in_s3(uri: str, access: s3.S3Access) -> TensorFile:
+    bucket, key = s3.split_uri(uri)
+    client = access.client_for(bucket)
+    explain = partial(s3.explained, "get", uri, access)
+    if access.settings.reload_url == "presigned":
+        # boto3 signs URLs as of 2006 where it is not told otherwise, and newer regions refuse that.
+        client.meta.events.register_first(
+            "choose-signer.s3.GetObject",
+            lambda signature_version, **_: None if "express" in signature_version else "s3v4",
+        )
+        with explain():
+            url = client.generate_presigned_url(
+                "get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=_SIGNED_FOR_S
+            )
+        ranges = HttpSource(url, ca_bundle=access.settings.ca_bundle or _ca_bundle())
+        return TensorFile(uri, "presigned_url", ranges.size, ranges)
+    ranges = S3Source(client, bucket, key, uri, explain)
+    return TensorFile(uri, "s3", ranges.size, ranges)
+
+
+def _access(given: Mapping[str, Any]) -> s3.S3Access:
+    key, secret = given.get("s3_access_key_id"), given.get("s3_secret_access_key")
+    if not key or not secret:
+        return s3.from_environment()
+    endpoint = given.get("s3_endpoint")
+    if endpoint and "://" not in endpoint:
+        endpoint = f"{'http' if given.get('force_http') else 'https'}://{endpoint}"
+    return s3.resolve(
+        s3.S3Settings(endpoint_url=endpoint),
+        s3.S3Credentials(access_key_id=key, secret_access_key=secret),
+    )
+
+
+def _ca_bundle() -> str | None:
+    if os.environ.get(s3.ACCESS_VARIABLE):
+        named = s3.from_environment().settings.ca_bundle
+        if named:
+            return named
+    return os.environ.get("AWS_CA_BUNDLE") or None

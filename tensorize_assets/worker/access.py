@@ -1,0 +1,25 @@
+"""The artifact store, as a worker reaches it: settings from its request, keys from the launcher."""
+
+from __future__ import annotations
+
+from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings, is_s3, resolve
+from tensorize_assets.core.store import Store, open_store
+from tensorize_assets.worker import session
+
+
+def access_of(settings: S3Settings | None) -> S3Access:
+    """How S3 is reached: with the launcher's keys, without any as `core.s3.resolve` finds them.
+
+    Raises:
+        StoreError: credentials that are half there.
+    """
+    return resolve(settings, S3Credentials.from_secrets(session.secrets()))
+
+
+def store_of(root: str, settings: S3Settings | None) -> Store:
+    """The store at `root`, a folder or s3://bucket/prefix.
+
+    Raises:
+        StoreError: `root` is neither, or credentials are half there.
+    """
+    return open_store(root, access_of(settings) if is_s3(root) else None)

@@ -1,0 +1,355 @@
+"""Load small artifacts from a real S3 server; what came of each goes to CASES.
+
+    python s3_cases.py MODELS OUT CASES
+
+As in production the keys come over a descriptor, which `session.secrets` reads.
+"""
+
+import base64
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+from building import artifact
+from cutting_proxy import CuttingProxy
+from loader_cases import failure, flip, reported
+
+from tensorize_assets.core import layout, processes, ranged
+from tensorize_assets.core.errors import StoreError
+from tensorize_assets.core.manifest import FileEntry
+from tensorize_assets.core.protocol import SECRETS_VARIABLE
+from tensorize_assets.core.s3 import ACCESS_VARIABLE, S3Access, S3Credentials, S3Settings
+from tensorize_assets.core.store import digest, open_store
+from tensorize_assets.core.tasks import ReloadRequest
+from tensorize_assets.demo.s3_server import REGION, LocalS3
+from tensorize_assets.vllm_plugin import loader, report
+from tensorize_assets.worker import reload
+from tensorize_assets.worker.session import Progress
+
+BUCKET = "artifacts"
+# With what a URL or a template could take for its own.
+PREFIX = "team a/100%25d"
+ROOT = f"s3://{BUCKET}/{PREFIX}"
+
+
+def hand_over(server: LocalS3) -> None:
+    """Give the keys as the launcher does."""
+    secrets = S3Credentials(server.access_key, server.secret_key).to_secrets()
+    encoded = {name: base64.b64encode(value).decode() for name, value in secrets.items()}
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps(encoded).encode())
+    os.close(writing)
+    os.environ[SECRETS_VARIABLE] = str(reading)
+
+
+def settings(server: LocalS3, **changes: Any) -> S3Settings:
+    return S3Settings(endpoint_url=server.endpoint, region=REGION, **changes)
+
+
+class Watch:
+    """Looks at every process of this launch, again and again, for what must not be seen."""
+
+    def __init__(self, *needles: str) -> None:
+        self._needles = needles
+        self._ended = threading.Event()
+        self.processes: set[int] = set()
+        self.found: set[str] = set()
+        self.told: set[int] = set()
+
+    def __enter__(self) -> "Watch":
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        own = psutil.Process()
+        while not self._ended.wait(0.05):
+            for process in (own, *processes.descendants(own)):
+                for name in ("cmdline", "environ"):
+                    try:
+                        text = Path(f"/proc/{process.pid}/{name}").read_text(errors="replace")
+                    except OSError:
+                        continue
+                    self.processes.add(process.pid)
+                    if ACCESS_VARIABLE in text:
+                        self.told.add(process.pid)
+                    seen = [needle for needle in self._needles if needle in text]
+                    self.found |= {f"{name} of {process.pid}: {needle}" for needle in seen}
+
+
+@contextmanager
+def logged(path: Path) -> Generator[None]:
+    """Everything that this process and its children print goes to `path`."""
+    kept = [os.dup(1), os.dup(2)]
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    except BaseException:
+        os.write(kept[1], path.read_bytes())
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, descriptor in enumerate(kept, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+class Ranges(SimpleHTTPRequestHandler):
+    """Serves a folder to everybody, a range at a time."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        data = path.read_bytes()
+        body = data[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def public(folder: Path) -> Iterator[str]:
+    handler = partial(Ranges, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def companions(folder: Path) -> tuple[FileEntry, ...]:
+    store = open_store(str(folder))
+    return tuple(
+        FileEntry(path=key, size=found.size, sha256=found.sha256)
+        for key in store.list("")
+        if not key.endswith(".tensors")
+        for found in [digest(store, key)]
+    )
+
+
+def main(models: Path, out: Path, cases: Path) -> None:
+    local = out / "root"
+    llama, llama_built = artifact(models / "llama", local, "llama")
+    halves, halves_built = artifact(models / "llama", local, "tp2", tensor_parallel_size=2)
+    found: dict[str, Any] = {
+        "built": {
+            "one": llama_built.model_dump(mode="json"),
+            "two": halves_built.model_dump(mode="json"),
+        }
+    }
+    with LocalS3(out / "s3") as server:
+        server.create_bucket(BUCKET)
+        client = server.client()
+        for path in local.rglob("*"):
+            if path.is_file():
+                client.upload_file(
+                    str(path), BUCKET, f"{PREFIX}/{path.relative_to(local).as_posix()}"
+                )
+        hand_over(server)
+        with logged(out / "log"):
+            engines(server, local, llama, halves, found)
+            alone(server, llama, out, found)
+        log = (out / "log").read_text(errors="replace")
+        found["log"] = {
+            "lines": log.count("\n"),
+            "leaks": [needle for needle in needles(server) if needle in log],
+        }
+    cases.write_text(json.dumps(found))
+
+
+def needles(server: LocalS3) -> tuple[str, ...]:
+    return (server.access_key, server.secret_key, "Signature=", "AWSAccessKeyId")
+
+
+def engines(server: LocalS3, local: Path, llama: Path, halves: Path, found: dict[str, Any]) -> None:
+    """The task itself."""
+
+    def reloaded(name: str, folder: Path, s3: S3Settings, size: int = 1) -> None:
+        request = ReloadRequest(
+            model="tiny/llama",
+            suffix="v1",
+            root=ROOT,
+            directory=folder.relative_to(local).as_posix(),
+            companions=companions(folder),
+            s3=s3,
+            tensor_parallel_size=size,
+            dtype="bfloat16",
+            device="cpu",
+            prompts=("the quick brown fox",),
+        )
+        before = set(Path(tempfile.gettempdir()).iterdir())
+        with Watch(*needles(server)) as watch:
+            try:
+                result = reload.run(request, Progress.silent())
+                found[name] = result.model_dump(mode="json")
+            except StoreError as error:
+                found[name] = {"raised": f"{type(error).__name__}: {error}"}
+        left = {path.name for path in set(Path(tempfile.gettempdir()).iterdir()) - before}
+        found[name] |= {
+            "seen": len(watch.processes),
+            "told": len(watch.told),
+            "leaks": sorted(watch.found),
+            "left": sorted(one for one in left if "reload" in one or "tmp" in one),
+            "variable": os.environ.get(ACCESS_VARIABLE),
+        }
+
+    reloaded("s3", llama, settings(server))
+    reloaded("presigned", llama, settings(server, reload_url="presigned"))
+    with public(local) as url:
+        reloaded("public", llama, settings(server, reload_url=f"{url}/"))
+
+    proxy = CuttingProxy(urlsplit(server.endpoint).port or 0)
+    through = settings(server, max_attempts=1).model_copy(
+        update={"endpoint_url": f"http://127.0.0.1:{proxy.port}"}
+    )
+    proxy.cuts.extend([400_000, 400_000])
+    reloaded("cut", llama, through)
+    with attempts(1):
+        proxy.cuts.extend([400_000])
+        proxy.dies_of_cuts = True
+        reloaded("dead in the middle", llama, through)
+    reloaded("dead", llama, through)
+    wrong = S3Settings(endpoint_url=server.endpoint, region=REGION)
+    for file in companions(llama):
+        if file.path == "config.json":
+            key = f"{PREFIX}/{layout.file_key(llama.relative_to(local).as_posix(), file.path)}"
+            server.client().put_object(Bucket=BUCKET, Key=key, Body=b"{}")
+    reloaded("other config", llama, wrong)
+    # Last: real ranks leave threads and settings in this process.
+    reloaded("s3 at 2", halves, settings(server), 2)
+
+
+@contextmanager
+def attempts(number: int) -> Generator[None]:
+    """Fewer tries of a part than a server needs to restart."""
+    before, ranged._ATTEMPTS = ranged._ATTEMPTS, number
+    try:
+        yield
+    finally:
+        ranged._ATTEMPTS = before
+
+
+def alone(server: LocalS3, llama: Path, out: Path, found: dict[str, Any]) -> None:
+    """The loader without an engine around it: it finds the access in the environment."""
+    client = server.client()
+    reports = out / "reports"
+    reports.mkdir()
+    os.environ[report.FOLDER_VARIABLE] = str(reports)
+    credentials = S3Credentials(server.access_key, server.secret_key)
+    data = (llama / "model.tensors").read_bytes()
+
+    def access(name: str, endpoint: str | None = None, secret: str | None = None) -> None:
+        given = S3Settings(endpoint_url=endpoint or server.endpoint, region=REGION, max_attempts=1)
+        path = out / f"{name}.json"
+        keys = S3Credentials(server.access_key, secret) if secret else credentials
+        S3Access(given, keys).write(path)
+        os.environ[ACCESS_VARIABLE] = str(path)
+
+    def put(name: str, body: bytes) -> str:
+        client.put_object(Bucket=BUCKET, Key=name, Body=body)
+        return f"s3://{BUCKET}/{name}"
+
+    def case(name: str, uri: str, **given: Any) -> None:
+        found[name] = {"error": failure(llama, uri, **given)}
+        found[name]["told"] = json.loads(reported(reports, "failure-000.json") or "null")
+        found[name]["load"] = json.loads(reported(reports, "rank-000.json") or "null")
+
+    access("good")
+    whole = put("whole.tensors", data)
+    case("whole", whole)
+    case("four readers", whole, num_readers=4)
+    case("flipped", put("flipped.tensors", flip(data)))
+    case("truncated", put("truncated.tensors", data[:-1000]))
+    case("empty", put("empty.tensors", b""))
+    case("missing", f"s3://{BUCKET}/missing.tensors")
+    case("no bucket", "s3://no-such-bucket/missing.tensors")
+    case("unknown scheme", "gs://bucket/model.tensors")
+    case("no http server", "http://127.0.0.1:1/model.tensors?X-Amz-Signature=0123")
+
+    replaced = put("replaced.tensors", data)
+    with before_the_model(lambda: put("replaced.tensors", flip(data))):
+        case("replaced", replaced)
+    access("wrong", secret="wrong")
+    case("wrong key", whole)
+
+    proxy = CuttingProxy(urlsplit(server.endpoint).port or 0)
+    access("proxy", endpoint=f"http://127.0.0.1:{proxy.port}")
+    with attempts(1):
+        proxy.cuts.extend([600_000])
+        case("begun again", whole)
+        proxy.cuts.extend([600_000])
+        again = put("again.tensors", data)
+        with before_the_second_look(lambda: put("again.tensors", flip(data))):
+            case("replaced between", again)
+
+    del os.environ[ACCESS_VARIABLE]
+    os.environ["S3_ENDPOINT_URL"] = server.endpoint
+    os.environ["AWS_DEFAULT_REGION"] = REGION
+    keys = {"s3_access_key_id": server.access_key, "s3_secret_access_key": server.secret_key}
+    case("vllm's own settings", whole, **keys)
+    host = server.endpoint.removeprefix("http://")
+    case(
+        "tensorizer's own settings",
+        whole,
+        stream_kwargs={**keys, "s3_endpoint": host, "force_http": True},
+    )
+
+
+@contextmanager
+def before_the_model(act: Callable[[], object]) -> Generator[None]:
+    """Between finding the file and reading it."""
+    original = loader.initialize_model
+
+    def acting(**arguments: Any) -> Any:
+        act()
+        return original(**arguments)
+
+    loader.initialize_model = acting
+    try:
+        yield
+    finally:
+        loader.initialize_model = original
+
+
+@contextmanager
+def before_the_second_look(act: Callable[[], object]) -> Generator[None]:
+    original = loader.streams.find
+    looks: list[str] = []
+
+    def acting(uri: str, given: Any) -> Any:
+        looks.append(uri)
+        if len(looks) == 2:
+            act()
+        return original(uri, given)
+
+    loader.streams.find = acting
+    try:
+        yield
+    finally:
+        loader.streams.find = original
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

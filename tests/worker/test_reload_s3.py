@@ -1,0 +1,152 @@
+"""The reload check and our loader, reading from a real S3 server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+TASKS = ["s3", "s3 at 2", "presigned", "public", "cut", "dead in the middle", "dead"]
+
+
+@pytest.fixture(scope="session")
+def cases(
+    tiny_models: Path, tmp_path_factory: pytest.TempPathFactory, run_script: Any
+) -> dict[str, Any]:
+    """What came of each of the loads of s3_cases.py."""
+    out = tmp_path_factory.mktemp("reload-s3")
+    (out / "work").mkdir()
+    run_script("s3_cases.py", tiny_models, out / "work", out / "cases.json")
+    return json.loads((out / "cases.json").read_text())
+
+
+def hashes(load: dict[str, Any]) -> dict[str, str]:
+    return {name: tensor["sha256"] for name, tensor in load["tensors"].items()}
+
+
+def built(cases: dict[str, Any], name: str) -> list[dict[str, str]]:
+    return [
+        {tensor["name"]: tensor["sha256"] for tensor in shard["tensors"]}
+        for shard in cases["built"][name]["shards"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "source"),
+    [
+        ("s3", "one", "s3"),
+        ("s3 at 2", "two", "s3"),
+        ("presigned", "one", "presigned_url"),
+        ("public", "one", "public_url"),
+    ],
+)
+def test_an_artifact_is_streamed_and_answers(
+    cases: dict[str, Any], name: str, shards: str, source: str
+) -> None:
+    """Every rank's tensors are the manifest's, and the evidence can say where they came from."""
+    case = cases[name]
+    assert case["error"] is None
+    assert case["answers"]["logprobs_finite"]
+    assert built(cases, shards) == [hashes(load) for load in case["loads"]]
+    told = [(load["source"], load["part_retries"], load["restarts"]) for load in case["loads"]]
+    assert [(source, 0, 0)] * len(built(cases, shards)) == told
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_process_shows_a_key_or_a_signature(cases: dict[str, Any], name: str) -> None:
+    """Not in its arguments, not in its environment; tensorizer's curl shows a signed URL."""
+    assert [] == cases[name]["leaks"]
+    assert cases[name]["seen"] > 0
+
+
+def test_ranks_of_their_own_were_looked_at(cases: dict[str, Any]) -> None:
+    """They are told by name of a file how S3 is reached, so a key would have been seen there."""
+    assert cases["s3 at 2"]["told"] >= 2
+
+
+def test_the_log_shows_neither(cases: dict[str, Any]) -> None:
+    """vLLM logs its arguments."""
+    assert cases["log"]["lines"] > 100
+    assert [] == cases["log"]["leaks"]
+
+
+@pytest.mark.parametrize("name", [*TASKS, "other config"])
+def test_nothing_of_the_access_is_left(cases: dict[str, Any], name: str) -> None:
+    """The file with the keys lives as long as the engine."""
+    assert [] == cases[name]["left"]
+    assert cases[name]["variable"] is None
+
+
+def test_connections_cut_in_the_middle_are_counted(cases: dict[str, Any]) -> None:
+    """The load goes on where it was, and says what it had to ask for again."""
+    [load] = cases["cut"]["loads"]
+    assert cases["cut"]["error"] is None
+    assert built(cases, "one") == [hashes(load)]
+    assert (2, 0) == (load["part_retries"], load["restarts"])
+
+
+@pytest.mark.parametrize("name", ["dead in the middle", "dead"])
+def test_a_store_that_is_gone_is_no_finding_about_the_artifact(
+    cases: dict[str, Any], name: str
+) -> None:
+    """It would stand as failed evidence, where only another try is due."""
+    raised = cases[name]["raised"]
+    assert raised.startswith("StoreUnavailableError: ")
+    assert "vllm/tiny/llama/" in raised
+    assert "is the server up" in raised
+
+
+def test_a_small_file_that_is_not_the_manifests_is_refused(cases: dict[str, Any]) -> None:
+    """A config decides what the tensors mean."""
+    raised = cases["other config"]["raised"]
+    assert raised.startswith("StoreError: ")
+    assert "llama/config.json" in raised
+
+
+@pytest.mark.parametrize(
+    "name", ["whole", "four readers", "vllm's own settings", "tensorizer's own settings"]
+)
+def test_the_loader_finds_its_access(cases: dict[str, Any], name: str) -> None:
+    """In the file named by the environment, or as users of vLLM's and tensorizer's settings do."""
+    assert "loaded" == cases[name]["error"]
+    assert built(cases, "one") == [hashes(cases[name]["load"])]
+
+
+def test_a_stream_that_breaks_for_good_is_begun_again(cases: dict[str, Any]) -> None:
+    """And nothing of the first beginning is left in the model."""
+    case = cases["begun again"]
+    assert "loaded" == case["error"]
+    assert 1 == case["load"]["restarts"]
+    assert built(cases, "one") == [hashes(case["load"])]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("flipped", "HashMismatchError", "s3://artifacts/flipped.tensors is damaged"),
+        ("truncated", "ValueError", "and its tensors end at byte"),
+        ("empty", "ValueError", "s3://artifacts/empty.tensors is damaged, cut short or no"),
+        ("missing", "StoreError", "s3://artifacts/missing.tensors"),
+        ("no bucket", "StoreError", "make the bucket"),
+        ("replaced", "StoreError", "s3://artifacts/replaced.tensors was replaced while"),
+        ("replaced between", "StoreError", "s3://artifacts/again.tensors was replaced while"),
+        ("wrong key", "StoreError", "the secret key does not belong to the access key"),
+        ("unknown scheme", "StoreError", "gs:// is not read"),
+        ("no http server", "StoreUnavailableError", "http://127.0.0.1:1/model.tensors failed"),
+    ],
+)
+def test_what_does_not_load_says_why(
+    cases: dict[str, Any], name: str, kind: str, says: str
+) -> None:
+    """And the rank writes it down; no message holds a signature."""
+    case = cases[name]
+    assert case["error"].startswith(f"{kind}: ")
+    assert says in case["error"]
+    told = case["told"]
+    assert case["error"] == f"{told['kind']}: {told['message']}"
+    assert (kind == "StoreUnavailableError") == told["store_unavailable"]
+    assert "ignature=" not in case["error"]
