@@ -6,7 +6,12 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from tensorize_assets.core import layout
-from tensorize_assets.core.errors import ConflictError, ManifestError, StoreError
+from tensorize_assets.core.errors import (
+    ConflictError,
+    ManifestError,
+    StoreError,
+    StoreUnavailableError,
+)
 from tensorize_assets.core.manifest import FileEntry, Manifest, StoredManifest, read_manifest
 from tensorize_assets.core.store import CHUNK_BYTES, Store, digest
 
@@ -86,7 +91,12 @@ def _is_there(target: Store, key: str, file: FileEntry) -> bool:
 def _copy_file(source: Store, target: Store, key: str, file: FileEntry) -> bool:
     """Copy one file; returns whether the store did it by itself."""
     if not target.copy(key, key, source=source):
-        target.put_stream(key, _chunks(source, key), size=file.size, sha256=file.sha256)
+        try:
+            target.put_stream(key, _chunks(source, key), size=file.size, sha256=file.sha256)
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            raise StoreError(f"cannot copy {source.uri(key)}: {error}") from error
         return False
     if not _is_there(target, key, file):
         target.delete(key)

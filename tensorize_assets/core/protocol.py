@@ -45,11 +45,12 @@ class WorkerResult(Record):
 class WorkerFailure(Record):
     """Why there is no result.
 
-    `preflight`: refused before any work; `input`: the request cannot be understood; `failed`: the
-    work went wrong. Only what nobody foresaw carries a traceback.
+    `preflight`: refused before any work; `input`: the request cannot be understood; `busy`: another
+    worker is at it; `unavailable`: the store, or the way to it, is in trouble; `failed`: the work
+    went wrong. Only what nobody foresaw carries a traceback.
     """
 
-    kind: Literal["preflight", "input", "busy", "failed"]
+    kind: Literal["preflight", "input", "busy", "unavailable", "failed"]
     message: str
     traceback: str | None = None
 

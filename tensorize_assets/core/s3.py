@@ -367,6 +367,8 @@ def _make_client(access: S3Access, style: str | None) -> Any:
         "retries": {"mode": "standard", "total_max_attempts": settings.max_attempts},
         "max_pool_connections": _CONNECTIONS,
         "tcp_keepalive": True,
+        # boto3 still presigns URLs as of 2006 where it is not told, and newer regions refuse that.
+        "signature_version": "s3v4",
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "read_timeout": _READ_TIMEOUT_S,
     }

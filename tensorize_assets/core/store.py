@@ -217,12 +217,12 @@ def require_same(
     if size is not None and found.size != size:
         raise StoreError(
             f"{source} gave {found.size} bytes for {target}, expected {size}: it changed while it "
-            "was read; nothing was stored; make it again"
+            "was read; nothing was written there; make it again"
         )
     if sha256 is not None and found.sha256 != sha256:
         raise StoreError(
-            f"{source} is not what was to be stored as {target}: its {found.size} bytes have "
-            f"SHA-256 {found.sha256}, expected {sha256}; nothing was stored; make it again"
+            f"{source} is not what belongs at {target}: its {found.size} bytes have SHA-256 "
+            f"{found.sha256}, expected {sha256}; nothing was written there; make it again"
         )
 
 

@@ -29,6 +29,7 @@ from pydantic import Field
 from tensorize_assets.core import processes
 from tensorize_assets.core.errors import (
     PreflightError,
+    StoreUnavailableError,
     WorkerBusyError,
     WorkerError,
     WorkerKilledError,
@@ -62,8 +63,15 @@ _LEAVE_S = 60.0
 # Output ends when the last process that holds it does, and those have been ended by then.
 _DRAIN_S = 10.0
 _LONGEST_LINE = 1 << 16
-# The worker reads local folders only, so it has no use for what opens the Hub.
-_NOT_INHERITED = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+# The worker reads local folders only, so it has no use for what opens the Hub; keys of the store
+# are handed over apart, where ranks and their logs do not inherit them.
+_NOT_INHERITED = (
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "S3_ACCESS_KEY_ID",
+    "S3_SECRET_ACCESS_KEY",
+    "S3_SESSION_TOKEN",
+)
 _CRASHES = (
     signal.SIGABRT,
     signal.SIGBUS,
@@ -133,6 +141,7 @@ class SubprocessLauncher(dg.ConfigurableResource[Any]):
 
         Raises:
             PreflightError: the worker refuses the request before any work.
+            StoreUnavailableError: the worker cannot reach the artifact store; a retry may help.
             WorkerKilledError: it was killed, most often for its memory.
             WorkerError: it failed, crashed, ran too long, or gave no result that fits.
         """
@@ -444,6 +453,8 @@ def _failed(outcome: _Outcome, failure: WorkerFailure, secrets: Sequence[bytes])
         return WorkerError(message)
     if failure.kind == "busy":
         return WorkerBusyError(message)
+    if failure.kind == "unavailable":
+        return StoreUnavailableError(message)
     if outcome.oom_kills > 0:
         # A rank was killed; what the worker says of it is only that it is gone.
         return WorkerKilledError(f"{message}\n{_memory(outcome)} {_cause(outcome, None)}")

@@ -122,11 +122,6 @@ def _in_s3(uri: str, access: s3.S3Access) -> TensorFile:
     client = access.client_for(bucket)
     explain = partial(s3.explained, "get", uri, access)
     if access.settings.reload_url == "presigned":
-        # boto3 signs URLs as of 2006 where it is not told otherwise, and newer regions refuse that.
-        client.meta.events.register_first(
-            "choose-signer.s3.GetObject",
-            lambda signature_version, **_: None if "express" in signature_version else "s3v4",
-        )
         with explain():
             url = client.generate_presigned_url(
                 "get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=_SIGNED_FOR_S

@@ -19,6 +19,7 @@ from dagster_pipes import (
 
 from tensorize_assets.core.errors import (
     PreflightError,
+    StoreUnavailableError,
     TensorizeAssetsError,
     WorkerBusyError,
     WorkerError,
@@ -111,6 +112,8 @@ def _answer(
         return WorkerFailure(kind="preflight", message=str(error))
     except WorkerBusyError as error:
         return WorkerFailure(kind="busy", message=str(error))
+    except StoreUnavailableError as error:
+        return WorkerFailure(kind="unavailable", message=str(error))
     except TensorizeAssetsError as error:
         return WorkerFailure(kind="failed", message=str(error))
     except Exception as error:  # noqa: BLE001 - whatever a library raises is reported as such

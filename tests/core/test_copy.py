@@ -148,7 +148,7 @@ def test_damage_does_not_arrive(stores: tuple[Store, Store]) -> None:
     source.put_bytes(key, b"rank X" * 1000)
     with pytest.raises(StoreError, match=r"model-rank-001\.tensors") as caught:
         copy_build(source, directory, target, TRUSTED, _nothing)
-    assert source.uri(key) in str(caught.value) or "the stream" in str(caught.value)
+    assert source.uri(key) in str(caught.value)
     assert target.stat(key) is None
     assert target.stat(layout.manifest_key(directory)) is None
 

@@ -160,7 +160,7 @@ def test_what_differs_from_its_hash_is_aborted(
     """Every part was good then; only the whole is not what it should be."""
     path = tmp_path / "file"
     path.write_bytes(bytes(5 * small_parts))
-    with pytest.raises(StoreError, match="nothing was stored"):
+    with pytest.raises(StoreError, match="nothing was written there"):
         store.put_file(KEY, path, sha256="0" * 64, move=True)
     assert ([], [], True) == (uploads(s3, store), everything(s3, store), path.exists())
 

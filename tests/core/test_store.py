@@ -114,7 +114,7 @@ def test_an_empty_file_is_an_object_too(store: Store, tmp_path: Path) -> None:
 def test_a_file_that_differs_from_its_hash_is_not_stored(store: Store, scratch: Path) -> None:
     """A shard damaged in scratch must not reach the store, copied or moved."""
     for move in (False, True):
-        with pytest.raises(StoreError, match="nothing was stored"):
+        with pytest.raises(StoreError, match="nothing was written there"):
             store.put_file(KEY, scratch, sha256="0" * 64, move=move)
     assert store.stat(KEY) is None
     assert () == store.list("")
@@ -169,7 +169,7 @@ def test_a_stream_is_stored_with_its_hash(store: Store) -> None:
     found = store.put_stream(KEY, pieces(data), size=SIZE, sha256=sha256(data))
     assert FileDigest(SIZE, sha256(data)) == found
     assert data == content(store, KEY)
-    with pytest.raises(StoreError, match="nothing was stored"):
+    with pytest.raises(StoreError, match="nothing was written there"):
         store.put_stream("b", pieces(data), size=SIZE, sha256="0" * 64)
     assert (KEY,) == store.list("")
 

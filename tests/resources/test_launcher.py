@@ -20,6 +20,7 @@ import tensorize_assets
 from tensorize_assets.core import processes
 from tensorize_assets.core.errors import (
     PreflightError,
+    StoreUnavailableError,
     WorkerBusyError,
     WorkerError,
     WorkerKilledError,
@@ -155,6 +156,14 @@ def test_a_worker_that_another_one_keeps_out_may_be_tried_again():
     launch = _launch("wait")
     assert isinstance(launch.error, WorkerBusyError)
     assert launch.error.retryable
+
+
+def test_a_worker_that_cannot_reach_the_store_may_be_tried_again():
+    """It says nothing about the model, and object stores come back."""
+    launch = _launch("lose_the_store")
+    assert isinstance(launch.error, StoreUnavailableError)
+    assert launch.error.retryable
+    assert "connection refused" in str(launch.error)
 
 
 def test_a_foreseen_failure_is_told_in_its_own_words():

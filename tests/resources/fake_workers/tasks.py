@@ -12,7 +12,12 @@ from pathlib import Path
 
 from fake_workers.messages import FakeRequest, FakeResult
 
-from tensorize_assets.core.errors import PreflightError, WorkerBusyError, WorkerError
+from tensorize_assets.core.errors import (
+    PreflightError,
+    StoreUnavailableError,
+    WorkerBusyError,
+    WorkerError,
+)
 from tensorize_assets.core.protocol import WorkerResult
 from tensorize_assets.worker import session
 from tensorize_assets.worker.session import Progress
@@ -36,6 +41,10 @@ def refuse(request: FakeRequest, progress: Progress) -> FakeResult:
 
 def wait(request: FakeRequest, progress: Progress) -> FakeResult:
     raise WorkerBusyError("another worker is building it")
+
+
+def lose_the_store(request: FakeRequest, progress: Progress) -> FakeResult:
+    raise StoreUnavailableError("cannot put s3://bucket/model.tensors: connection refused")
 
 
 def fail(request: FakeRequest, progress: Progress) -> FakeResult:

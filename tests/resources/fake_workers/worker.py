@@ -14,6 +14,7 @@ _NAMES = (
     "family",
     "grow",
     "leave",
+    "lose_the_store",
     "print_lines",
     "reveal",
     "send_signal",
