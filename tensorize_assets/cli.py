@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-import json
+import re
+import signal
 import sys
 import uuid
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from tensorize_assets.cli_common import (
+    FAILED,
+    Json,
+    catalog_path,
+    err,
+    errors,
+    out,
+    print_json,
+    s3_access,
+    say,
+)
+from tensorize_assets.cli_common import home as dagster_home
+from tensorize_assets.cli_keys import keys_app
 from tensorize_assets.cli_store import store_app
 from tensorize_assets.core import catalog_check, channel, hub, s3
 from tensorize_assets.core.catalog import Catalog, Profile, load_catalog, resolve_root
 from tensorize_assets.core.copy import copy_build, directory_of
-from tensorize_assets.core.errors import CatalogError, ManifestError, TensorizeAssetsError
+from tensorize_assets.core.errors import CatalogError, ManifestError
 from tensorize_assets.core.evidence import Evidence, read_evidence
 from tensorize_assets.core.manifest import read_manifest, read_unplaced
 from tensorize_assets.core.publish import roll_back
 from tensorize_assets.core.signing import load_or_create_signing_key
 from tensorize_assets.core.store import Store, open_store
 from tensorize_assets.core.verify import verify_folder, verify_place
-
-FAILED = 1
-WRONG = 2
 
 _HELP = """Turn Hugging Face models into verified tensors that vLLM loads straight onto its devices.
 
@@ -44,15 +53,10 @@ app = typer.Typer(
 catalog_app = typer.Typer(help="The catalog: which models are built, and how.")
 app.add_typer(catalog_app, name="catalog", no_args_is_help=True)
 app.add_typer(store_app, name="store")
+app.add_typer(keys_app, name="keys")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Model = Annotated[str, typer.Argument(help="Hub repo id, such as facebook/opt-125m.")]
 Suffix = Annotated[str, typer.Argument(help="Suffix of the profile, such as v1.")]
-
-# Without a terminal there is no width to keep to, and tables must not lose digits.
-_WIDTH = None if sys.stdout.isatty() else 140
-_out = Console(soft_wrap=True, width=_WIDTH)
-_err = Console(stderr=True, soft_wrap=True)
 
 
 @app.command()
@@ -72,12 +76,12 @@ def demo(
     """Build, reload, compare and publish a real model, offline, through Dagster."""
     from tensorize_assets.demo import run
 
-    with _errors():
-        report = run.demo(directory.absolute(), root=root, everything=everything, say=_say)
+    with errors():
+        report = run.demo(directory.absolute(), root=root, everything=everything, say=say)
     if as_json:
-        _print_json(report)
+        print_json(report)
     else:
-        run.show(report, _out)
+        run.show(report, out)
     if not report["success"]:
         raise typer.Exit(FAILED)
 
@@ -116,7 +120,7 @@ def build(
         "reload_device": reload_device,
     }
     options = {name: value for name, value in given.items() if value is not None}
-    with _errors():
+    with errors():
         home, catalog = _home_and_catalog()
         entry = catalog.models.get(model)
         if entry is not None and suffix in entry.profiles:
@@ -141,18 +145,18 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Hash every file of an artifact directory and compare with its manifest. Needs no vLLM."""
-    with _errors():
+    with errors():
         if s3.is_s3(directory):
             report = verify_place(_open(directory), None)
         else:
             report = verify_folder(Path(directory).absolute(), None)
     if as_json:
-        _print_json(report.model_dump(mode="json", exclude={"manifest"}))
+        print_json(report.model_dump(mode="json", exclude={"manifest"}))
     else:
         for problem in report.problems:
-            _err.print(f"{problem.kind}: {problem.path}: {problem.message}", markup=False)
+            err.print(f"{problem.kind}: {problem.path}: {problem.message}", markup=False)
         if not report.problems:
-            _out.print(
+            out.print(
                 f"{directory}: {report.files} files, {report.bytes:,} bytes, all as the manifest "
                 f"says (signed by key {report.key_id})",
                 markup=False,
@@ -164,7 +168,7 @@ def verify(
 @app.command()
 def show(model: Model, as_json: Json = False) -> None:
     """Every channel of a model: which build is current, and what speaks for it."""
-    with _errors():
+    with errors():
         home, catalog = _home_and_catalog()
         entry = catalog.models.get(model)
         suffixes = list(entry.profiles) if entry else []
@@ -174,14 +178,14 @@ def show(model: Model, as_json: Json = False) -> None:
             raise CatalogError(f"{model} is not in the catalog and nothing of it was published")
         rows = [_channel_row(store, trusted, model, suffix) for suffix in suffixes]
     if as_json:
-        _print_json({"model": model, "suffixes": rows})
+        print_json({"model": model, "suffixes": rows})
         return
     table = Table(title=model)
     for name in ("suffix", "entry", "build", "commit", "TP", "bytes", "device", "load s", "checks"):
         table.add_column(name, no_wrap=name not in ("device", "checks"), overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(str(column.header))) for column in table.columns))
-    _out.print(table)
+    out.print(table)
 
 
 @app.command()
@@ -194,14 +198,30 @@ def rollback(
     as_json: Json = False,
 ) -> None:
     """Make an earlier build current again; it must still have its files and its evidence."""
-    with _errors():
+    with errors():
         home, catalog = _home_and_catalog()
         store, trusted = _store(home, catalog)
         entry = roll_back(store, _key(home), trusted, model=model, suffix=suffix, to_build_id=to)
     if as_json:
-        _print_json(entry.model_dump(mode="json"))
+        print_json(entry.model_dump(mode="json"))
     else:
-        _out.print(f"{model} {suffix} is at build {entry.build_id} (entry {entry.number})")
+        out.print(f"{model} {suffix} is at build {entry.build_id} (entry {entry.number})")
+
+
+def _s3_options(side: str) -> tuple[Any, Any, Any, Any]:
+    """The options for how S3 is reached on one side of a copy."""
+    return (
+        typer.Option(f"--{side}-endpoint-url", help=f"URL of the {side}'s S3 server."),
+        typer.Option(f"--{side}-region", help=f"Region of the {side}'s bucket."),
+        typer.Option(
+            f"--{side}-profile", help=f"AWS profile with the {side}'s credentials and endpoint."
+        ),
+        typer.Option(f"--{side}-ca-bundle", help=f"Certificates to trust of the {side}."),
+    )
+
+
+_SOURCE = _s3_options("source")
+_TARGET = _s3_options("target")
 
 
 @app.command()
@@ -212,25 +232,45 @@ def copy(
     target: Annotated[
         str, typer.Argument(help="Root to copy it to: a folder or s3://bucket/prefix.")
     ],
+    source_endpoint_url: Annotated[str | None, _SOURCE[0]] = None,
+    source_region: Annotated[str | None, _SOURCE[1]] = None,
+    source_profile: Annotated[str | None, _SOURCE[2]] = None,
+    source_ca_bundle: Annotated[str | None, _SOURCE[3]] = None,
+    target_endpoint_url: Annotated[str | None, _TARGET[0]] = None,
+    target_region: Annotated[str | None, _TARGET[1]] = None,
+    target_profile: Annotated[str | None, _TARGET[2]] = None,
+    target_ca_bundle: Annotated[str | None, _TARGET[3]] = None,
     as_json: Json = False,
 ) -> None:
     """Copy a build with its manifest and evidence to another root; verified on arrival.
 
     Interrupted, it keeps what arrived: run it again. Between two roots of one S3 endpoint the
-    bytes do not pass through here. Moves no channel.
+    bytes do not pass through here. Moves no channel. Each side of two S3 services has its own
+    options; a profile holds its keys.
     """
-    with _errors():
-        place = _open(source)
-        found = read_unplaced(place, "", None)
+    there = {
+        "endpoint_url": source_endpoint_url,
+        "region": source_region,
+        "profile": source_profile,
+        "ca_bundle": source_ca_bundle,
+    }
+    here = {
+        "endpoint_url": target_endpoint_url,
+        "region": target_region,
+        "profile": target_profile,
+        "ca_bundle": target_ca_bundle,
+    }
+    with errors():
+        found = read_unplaced(_open(source, there), "", None)
         if found is None:
             raise ManifestError(f"{source} has no manifest.json: it is no finished artifact")
         directory = directory_of(found.manifest, _absolute(source))
         root = _absolute(source).rstrip("/").removesuffix(f"/{directory}")
-        report = copy_build(_open(root), directory, _open(target), None, _say)
+        report = copy_build(_open(root, there), directory, _open(target, here), None, say)
     if as_json:
-        _print_json({"target": target, **report._asdict()})
+        print_json({"target": target, **report._asdict()})
     else:
-        _out.print(
+        out.print(
             f"{target}: {directory}: {report.copied} files copied ({report.copied_bytes:,} bytes, "
             f"{report.server_side} by the store itself), {report.kept} there already, all as the "
             "manifest says",
@@ -246,16 +286,16 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Name every mistake in the catalog, with its line and field."""
-    with _errors():
-        path = file or _catalog_path(_home())
+    with errors():
+        path = file or catalog_path(dagster_home())
         problems = catalog_check.check_catalog(path, known_config=_cached_config)
     if as_json:
-        _print_json({"file": str(path), "problems": [p.model_dump(mode="json") for p in problems]})
+        print_json({"file": str(path), "problems": [p.model_dump(mode="json") for p in problems]})
     else:
         for problem in problems:
-            _err.print(str(problem), markup=False, highlight=False)
+            err.print(str(problem), markup=False, highlight=False)
         if not problems:
-            _out.print(f"{path}: no mistakes", markup=False)
+            out.print(f"{path}: no mistakes", markup=False)
     if problems:
         raise typer.Exit(FAILED)
 
@@ -265,38 +305,31 @@ def sync(as_json: Json = False) -> None:
     """Add the catalog's models and suffixes to Dagster's partitions."""
     from tensorize_assets import partitions, running
 
-    with _errors():
+    with errors():
         home, catalog = _home_and_catalog()
         with running.open_instance(home) as instance:
             partitions.add_catalog(instance, catalog)
     pairs = [list(pair) for pair in catalog.pairs()]
     if as_json:
-        _print_json({"pairs": pairs})
+        print_json({"pairs": pairs})
     else:
-        _out.print(f"{len(pairs)} pairs of model and suffix are partitions")
+        out.print(f"{len(pairs)} pairs of model and suffix are partitions")
 
 
 def main() -> None:
     """Entry point of the `tensorize` command."""
+    # As an exception, so that an upload is aborted and temporary files are removed.
+    signal.signal(signal.SIGTERM, _leave)
     app()
 
 
-def _home() -> Path:
-    # Dagster is imported only by the commands that run something.
-    from os import environ
-
-    return Path(environ.get("DAGSTER_HOME") or "dagster_home").absolute()
-
-
-def _catalog_path(home: Path) -> Path:
-    from os import environ
-
-    return Path(environ.get("TENSORIZE_CATALOG") or home / "models.yaml")
+def _leave(*_: object) -> NoReturn:
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _home_and_catalog() -> tuple[Path, Catalog]:
-    home = _home()
-    return home, load_catalog(_catalog_path(home))
+    home = dagster_home()
+    return home, load_catalog(catalog_path(home))
 
 
 def _key(home: Path) -> Any:
@@ -304,21 +337,23 @@ def _key(home: Path) -> Any:
 
 
 def _store(home: Path, catalog: Catalog) -> tuple[Store, tuple[str, ...]]:
-    root = resolve_root(catalog, _catalog_path(home))
+    root = resolve_root(catalog, catalog_path(home))
     access = s3.resolve(catalog.s3) if s3.is_s3(root) else None
     return open_store(root, access), (_key(home).public_key,)
 
 
 def _absolute(place: str) -> str:
+    # `S3://` or `s3:/` would otherwise be a folder of that name, and the copy a success.
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", place) and not s3.is_s3(place):
+        raise CatalogError("a place is a folder or s3://bucket/prefix; this is another URL")
     return place if s3.is_s3(place) else str(Path(place).absolute())
 
 
-def _open(place: str) -> Store:
-    """The store at a folder or s3:// URI; S3 is reached as the catalog says, where there is one."""
+def _open(place: str, given: Mapping[str, str | None] | None = None) -> Store:
+    """The store at a folder or s3:// URI; S3 is reached as `given` and the catalog say."""
     if not s3.is_s3(place):
         return open_store(_absolute(place))
-    path = _catalog_path(_home())
-    return open_store(place, s3.resolve(load_catalog(path).s3 if path.is_file() else None))
+    return open_store(place, s3_access(given))
 
 
 def _profile(options: dict[str, Any]) -> dict[str, Any]:
@@ -365,13 +400,13 @@ def _option(field: tuple[int | str, ...]) -> str:
 
 def _finish(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        _print_json(report)
+        print_json(report)
     elif report["success"]:
-        _out.print(f"published: {report['directory']}", markup=False)
+        out.print(f"published: {report['directory']}", markup=False)
     else:
-        _err.print("not published:", style="bold red")
+        err.print("not published:", style="bold red")
         for line in report["errors"]:
-            _err.print(f"  {line}", markup=False)
+            err.print(f"  {line}", markup=False)
     if not report["success"]:
         raise typer.Exit(FAILED)
 
@@ -430,25 +465,8 @@ def _cached_config(model: str, revision: str) -> Mapping[str, Any] | None:
     """config.json of a model that was downloaded before; no network."""
     from os import environ
 
-    cache = Path(environ.get("TENSORIZE_HUB_CACHE") or _home() / "hub")
+    cache = Path(environ.get("TENSORIZE_HUB_CACHE") or dagster_home() / "hub")
     return hub.cached_config(cache, model, revision)
-
-
-def _say(line: str) -> None:
-    _err.print(line, markup=False)
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
-
-
-@contextmanager
-def _errors() -> Generator[None]:
-    try:
-        yield
-    except TensorizeAssetsError as error:
-        _err.print(f"error: {error}", markup=False, highlight=False)
-        raise typer.Exit(WRONG if isinstance(error, CatalogError) else FAILED) from error
 
 
 if __name__ == "__main__":

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from os import environ
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
-from rich.console import Console
 from rich.table import Table
 
-from tensorize_assets.core import jsonio
-from tensorize_assets.core.catalog import load_catalog, resolve_root
-from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
-from tensorize_assets.core.s3 import S3Access, S3Settings, is_s3, resolve
+from tensorize_assets.cli_common import (
+    FAILED,
+    Json,
+    catalog_path,
+    errors,
+    found_catalog,
+    out,
+    print_json,
+    s3_access,
+)
+from tensorize_assets.core.catalog import resolve_root
+from tensorize_assets.core.errors import CatalogError
+from tensorize_assets.core.s3 import S3Access, is_s3
 from tensorize_assets.core.store_check import StoreReport, check_store
-
-_FAILED = 1
-_WRONG = 2
 
 _STYLES = {"works": "green", "fails": "bold red", "tolerated": "yellow", "skipped": "dim"}
 
@@ -54,9 +54,7 @@ def check(
     ] = None,
     addressing: Annotated[str | None, typer.Option(help="auto, path or virtual.")] = None,
     checksums: Annotated[str | None, typer.Option(help="when_supported or when_required.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of text.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Try each verb that the product needs, and say what works, how fast, and what to set.
 
@@ -64,7 +62,6 @@ def check(
     of the Dagster home's catalog, where there is one; the options go before them. Credentials
     come from --profile, S3_ACCESS_KEY_ID and S3_SECRET_ACCESS_KEY, or boto3's own chain.
     """
-    out = Console(soft_wrap=not sys.stdout.isatty())
     given = {
         "endpoint_url": endpoint_url,
         "region": region,
@@ -73,45 +70,31 @@ def check(
         "addressing": addressing,
         "checksums": checksums,
     }
-    try:
-        root, access = _resolve(uri, {k: v for k, v in given.items() if v is not None})
+    with errors():
+        root, access = _resolve(uri, given)
         report = check_store(root, access)
-    except TensorizeAssetsError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
-        raise typer.Exit(_WRONG if isinstance(error, CatalogError) else _FAILED) from error
     if as_json:
-        document = {"healthy": report.healthy, **report.model_dump(mode="json")}
-        sys.stdout.write(json.dumps(document, indent=2, sort_keys=True) + "\n")
+        print_json({"healthy": report.healthy, **report.model_dump(mode="json")})
     else:
-        _show(report, out)
+        _show(report)
     if not report.healthy:
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(FAILED)
 
 
-def _resolve(uri: str | None, given: dict[str, str]) -> tuple[str, S3Access | None]:
-    """The root to check and how S3 is reached: options, then the catalog, then the environment.
+def _resolve(uri: str | None, given: dict[str, str | None]) -> tuple[str, S3Access | None]:
+    """The root to check and how S3 is reached.
 
     Raises CatalogError for a wrong catalog or option, and when neither names a root.
     """
-    home = Path(environ.get("DAGSTER_HOME") or "dagster_home").absolute()
-    path = Path(environ.get("TENSORIZE_CATALOG") or home / "models.yaml")
-    catalog = load_catalog(path) if path.is_file() else None
     if uri is None:
+        catalog = found_catalog()
         if catalog is None:
-            raise CatalogError(f"give the store to check; there is no catalog at {path}")
-        uri = resolve_root(catalog, path)
-    if not is_s3(uri):
-        return uri, None
-    settings = (catalog.s3 if catalog else None) or S3Settings()
-    try:
-        settings = S3Settings.model_validate({**settings.model_dump(), **given})
-    except ValidationError as error:
-        # Not the values: an endpoint may hold a key.
-        raise CatalogError(f"S3 settings: {jsonio.describe(error)}") from None
-    return uri, resolve(settings)
+            raise CatalogError(f"give the store to check; there is no catalog at {catalog_path()}")
+        uri = resolve_root(catalog, catalog_path())
+    return uri, s3_access(given) if is_s3(uri) else None
 
 
-def _show(report: StoreReport, out: Console) -> None:
+def _show(report: StoreReport) -> None:
     table = Table(title=report.root)
     table.add_column("verb", no_wrap=True)
     table.add_column("result", no_wrap=True)

@@ -13,7 +13,7 @@ from tensorize_assets.assets.target import BUILD_TAG, failure_of
 from tensorize_assets.core import jsonio, layout
 from tensorize_assets.core.catalog import from_partition_key
 from tensorize_assets.core.errors import BuildMismatchError, StoreError, TensorizeAssetsError
-from tensorize_assets.core.records import BuildRecord
+from tensorize_assets.core.records import RECORDS, BuildRecord
 from tensorize_assets.core.store import Store
 from tensorize_assets.partitions import MODEL, SUFFIX
 from tensorize_assets.resources.store import StoreResource
@@ -21,11 +21,15 @@ from tensorize_assets.resources.store import StoreResource
 IOContext = dg.InputContext | dg.OutputContext
 
 
+class MissingValueError(StoreError, FileNotFoundError):
+    """Nothing was stored for this partition; `allow_missing_partitions` lets Dagster go on."""
+
+
 class JsonIOManager(dg.UPathIOManager):
     """Writes each asset's record or JSON value where `layout` says, whole or not at all.
 
-    Records of tensorize_assets go to `records/`, what other assets return (pydantic models and
-    JSON values) to `values/`.
+    Records of tensorize_assets' own assets, under any key prefix, go to `records/`; what other
+    assets return (pydantic models and JSON values) goes to `values/`.
     """
 
     extension = ".json"
@@ -72,14 +76,26 @@ class JsonIOManager(dg.UPathIOManager):
 
     def dump_to_path(self, context: dg.OutputContext, obj: Any, path: UPath) -> None:
         key = self._key(path)
-        self._store.put_bytes(key, _encoded(obj, self._store.uri(key)))
+        uri = self._store.uri(key)
+        record = RECORDS.get(context.asset_key.path[-1]) if context.has_asset_key else None
+        if (
+            record
+            and context.has_asset_partitions
+            and _pair(context.asset_partition_key)
+            and (not isinstance(obj, record))
+        ):
+            raise StoreError(
+                f"{uri} keeps a {record.__name__} of tensorize_assets, not {type(obj).__name__}: "
+                "give the asset another name, or another io_manager_key"
+            )
+        self._store.put_bytes(key, _encoded(obj, uri))
 
     def load_from_path(self, context: dg.InputContext, path: UPath) -> Any:
         key = self._key(path)
         uri = self._store.uri(key)
         stored = self._store.get_bytes(key)
         if stored is None:
-            raise StoreError(
+            raise MissingValueError(
                 f"{uri} does not exist: materialize the asset "
                 f"{context.asset_key.to_user_string()} for this partition first"
             )
@@ -94,27 +110,44 @@ class JsonIOManager(dg.UPathIOManager):
 
 
 def _partition_key(context: IOContext, partition: str) -> str:
-    dimensions: dict[str, str] | None = getattr(partition, "keys_by_dimension", None)
     asset = context.asset_key.path
-    if dimensions is not None and set(dimensions) == {MODEL, SUFFIX}:
-        return layout.record_key(
-            asset[-1], from_partition_key(dimensions[MODEL]), dimensions[SUFFIX]
-        )
+    pair = _pair(partition)
+    if pair and asset[-1] in RECORDS:
+        return layout.record_key(asset[-1], from_partition_key(pair[MODEL]), pair[SUFFIX])
+    dimensions: dict[str, str] | None = getattr(partition, "keys_by_dimension", None)
     parts = [partition] if dimensions is None else [dimensions[name] for name in sorted(dimensions)]
     return layout.value_key(asset, parts)
+
+
+def _pair(partition: str) -> dict[str, str] | None:
+    """The model and suffix of one of our partitions."""
+    dimensions: dict[str, str] | None = getattr(partition, "keys_by_dimension", None)
+    return dimensions if dimensions and set(dimensions) == {MODEL, SUFFIX} else None
 
 
 def _encoded(value: Any, uri: str) -> bytes:
     if isinstance(value, jsonio.Record):
         return jsonio.canonical(jsonio.dump_record(value), uri)
     plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    advice = "return a pydantic model or JSON values, or give the asset another io_manager_key"
     try:
-        return json.dumps(plain, allow_nan=False, ensure_ascii=False, sort_keys=True).encode()
-    except (TypeError, ValueError) as error:
+        data = json.dumps(plain, allow_nan=False, ensure_ascii=False, sort_keys=True).encode()
+        same = json.loads(data) == plain
+    except (TypeError, ValueError, RecursionError) as error:
         raise StoreError(
-            f"{uri} keeps JSON, and {type(value).__name__} is none ({error}); return a pydantic "
-            "model or JSON values, or give the asset another io_manager_key"
+            f"{uri} keeps JSON, and {type(value).__name__} is none ({error}); {advice}"
         ) from None
+    if not same:
+        raise StoreError(
+            f"{uri} keeps JSON, and what would be read back is not this {type(value).__name__} "
+            f"(keys that are no text, or tuples); {advice}"
+        )
+    if len(data) > jsonio.MAX_BYTES:
+        raise StoreError(
+            f"{uri} keeps up to {jsonio.MAX_BYTES:,} bytes, and this value has {len(data):,}; put "
+            "it into a file of its own and return where it is"
+        )
+    return data
 
 
 def _decoded(data: bytes, expected: Any, uri: str) -> Any:

@@ -153,7 +153,7 @@ def _root(value: str) -> str:
             split_uri(value)
         except StoreError as error:
             raise ValueError(str(error)) from None
-    elif "://" in value:
+    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value):
         raise ValueError("is a URL that is not s3://; write s3://bucket/prefix, or a folder")
     if not value or value != value.strip() or re.search(r"[\x00-\x1f\x7f]", value):
         raise ValueError("is not a folder; write a path such as artifacts, without blanks around")
@@ -488,4 +488,9 @@ def load_catalog(path: Path) -> Catalog:
     catalog, problems = read_catalog(path)
     if catalog is None:
         raise CatalogError("\n".join(map(str, problems)))
+    if catalog.s3 and catalog.s3.ca_bundle:
+        # Relative to the catalog, as root is.
+        bundle = str((path.parent / catalog.s3.ca_bundle).resolve())
+        settings = catalog.s3.model_copy(update={"ca_bundle": bundle})
+        return catalog.model_copy(update={"s3": settings})
     return catalog

@@ -8,11 +8,18 @@ from typing import NamedTuple
 from tensorize_assets.core import layout
 from tensorize_assets.core.errors import (
     ConflictError,
+    EvidenceError,
     ManifestError,
     StoreError,
     StoreUnavailableError,
 )
-from tensorize_assets.core.manifest import FileEntry, Manifest, StoredManifest, read_manifest
+from tensorize_assets.core.evidence import decode
+from tensorize_assets.core.manifest import (
+    FileEntry,
+    Manifest,
+    manifest_sha256,
+    read_manifest,
+)
 from tensorize_assets.core.store import CHUNK_BYTES, Store, digest
 
 Say = Callable[[str], None]
@@ -43,23 +50,36 @@ def copy_build(
 
     Raises:
         ManifestError: there is no artifact at the source, or another one at the destination.
-        StoreError: a file is not what the manifest says, at either side.
+        EvidenceError: what lies there as evidence is none of this build.
+        StoreError: a file is not what the manifest says, at either side; or both are one place.
     """
+    if _is_same_place(source, target):
+        raise StoreError(f"{source.uri(directory)} lies at the target already; copy elsewhere")
     found = read_manifest(source, directory, trusted)
     if found is None:
         raise ManifestError(
             f"{source.uri(directory)} has no {layout.MANIFEST}: it is no finished artifact"
         )
-    there = target.get_bytes(layout.manifest_key(directory))
     manifest_key = layout.manifest_key(directory)
+    there = target.get_bytes(manifest_key)
     data = source.get_bytes(manifest_key)
-    if data is None:
-        raise ManifestError(f"{source.uri(directory)} was removed while it was read")
+    # What was verified is what is copied.
+    if data is None or manifest_sha256(data.data) != found.sha256:
+        raise ManifestError(f"{source.uri(manifest_key)} was replaced while it was read")
     if there is not None and there.data != data.data:
         raise ManifestError(
             f"{target.uri(directory)} holds another artifact, and a directory is written once; "
             "remove it, or copy to another root"
         )
+    for file in found.manifest.files:
+        key = layout.file_key(directory, file.path)
+        size = source.stat(key)
+        if size != file.size:
+            raise StoreError(
+                f"{source.uri(key)} has {'no' if size is None else f'{size:,}'} bytes, and its "
+                f"manifest says {file.size:,}: nothing was copied; `tensorize verify` names every "
+                "such file"
+            )
     copied = copied_bytes = kept = server_side = 0
     for file in found.manifest.files:
         key = layout.file_key(directory, file.path)
@@ -72,16 +92,27 @@ def copy_build(
         copied += 1
         copied_bytes += file.size
         say(f"{file.path}: {file.size:,} bytes")
+    # Before the manifest, so that what is complete can be published.
+    evidence = _copy_evidence(source, target, found.sha256)
     if there is None:
         try:
             target.put_bytes(manifest_key, data.data, if_absent=True)
         except ConflictError:
-            raise ManifestError(
-                f"{target.uri(directory)} was completed by somebody else meanwhile; run again to "
-                "compare"
-            ) from None
-    evidence = _copy_evidence(source, target, found)
+            there = target.get_bytes(manifest_key)
+            # Another copy of the same build may have been first.
+            if there is None or there.data != data.data:
+                raise ManifestError(
+                    f"{target.uri(directory)} was completed with another artifact meanwhile"
+                ) from None
     return CopyReport(directory, found.sha256, copied, copied_bytes, kept, server_side, evidence)
+
+
+def _is_same_place(source: Store, target: Store) -> bool:
+    """Say whether a file that is removed at the target would be gone at the source too."""
+    ours, theirs = source.local_path("x"), target.local_path("x")
+    if ours is None or theirs is None:
+        return source == target
+    return ours.parent.resolve() == theirs.parent.resolve()
 
 
 def _is_there(target: Store, key: str, file: FileEntry) -> bool:
@@ -113,14 +144,23 @@ def _chunks(source: Store, key: str) -> Iterator[bytes]:
             yield chunk
 
 
-def _copy_evidence(source: Store, target: Store, found: StoredManifest) -> int:
+def _copy_evidence(source: Store, target: Store, manifest_sha256: str) -> int:
     """Evidence is of a manifest, wherever it lies: with it the copy can be published."""
-    keys = source.list(layout.evidence_folder(found.sha256))
+    keys = source.list(layout.evidence_folder(manifest_sha256))
+    copied = 0
     for key in keys:
         stored = source.get_bytes(key)
-        if stored is not None and target.stat(key) is None:
+        if stored is None:
+            continue
+        # Whose signature it is, is the concern of those who read it there.
+        evidence = decode(stored.data, None, source.uri(key))
+        if evidence.manifest_sha256 != manifest_sha256:
+            raise EvidenceError(f"{source.uri(key)} is the evidence of another build; remove it")
+        there = target.get_bytes(key)
+        if there is None or there.data != stored.data:
             target.put_bytes(key, stored.data)
-    return len(keys)
+        copied += 1
+    return copied
 
 
 def directory_of(manifest: Manifest, path: str) -> str:

@@ -9,6 +9,9 @@ from tensorize_assets.core.errors import StoreError
 
 MANIFEST = "manifest.json"
 
+KEYS_FOLDER = "keys/"
+"""The prefix of every sealed data key and its record."""
+
 HIDDEN_PREFIX = ".tmp-"
 """Names of the store's own half-written files and locks. No key may have such a part."""
 
@@ -142,9 +145,28 @@ def record_key(asset: str, model: str, suffix: str) -> str:
 def value_key(asset: Sequence[str], partition: Sequence[str]) -> str:
     """Return the key of what an asset of another project returned, for one partition or none."""
     # A part may hold anything, slashes too; quoted, each stays one segment.
-    parts = [check_part(quote(part, safe=""), "asset or partition") for part in asset]
-    parts += [check_part(quote(part, safe=""), "asset or partition") for part in partition]
+    parts = [check_part(quote(part, safe=""), "asset") for part in asset]
+    if partition:
+        # No asset's part is quoted so: ["a"] at partition "b" is not ["a", "b"].
+        parts.append("@")
+        parts += [check_part(quote(part, safe=""), "partition") for part in partition]
     return f"values/{'/'.join(parts)}.json"
+
+
+def key_record_key(key_id: str) -> str:
+    """Return the key of the record of who can open a data key."""
+    # Beside the seals, not among them: a recipient may have any name.
+    return f"{KEYS_FOLDER}{check_part(f'{key_id}.json', 'key id')}"
+
+
+def seals_folder(key_id: str) -> str:
+    """Return the prefix of all seals of one data key."""
+    return f"{KEYS_FOLDER}{check_part(key_id, 'key id')}/"
+
+
+def seal_key(key_id: str, recipient: str) -> str:
+    """Return the key of a data key as it is sealed to one recipient."""
+    return f"{seals_folder(key_id)}{check_part(recipient, 'recipient')}"
 
 
 def shard_name(rank: int, tensor_parallel_size: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import JsonValue
 
 from tensorize_assets.core.build import BuildInputs
@@ -60,3 +62,14 @@ class PublishedRecord(BuildRecord):
 
     channel: RelativePath
     number: int
+
+
+RECORDS: Mapping[str, type[BuildRecord]] = {
+    "hf_snapshot": SnapshotRecord,
+    "tensorized_shards": ShardsRecord,
+    "artifact": ArtifactRecord,
+    "reference_outputs": ReferenceRecord,
+    "reload_check": ReloadRecord,
+    "published": PublishedRecord,
+}
+"""What each of our assets hands on."""

@@ -97,7 +97,8 @@ class DataKey:
     def wipe(self) -> None:
         """Overwrite the key and forget it."""
         self._buffer[:] = bytes(len(self._buffer))
-        self._buffer.clear()
+        # Empty, so that it is not taken for a key of zeros.
+        self._buffer = bytearray()
 
     def _alive(self) -> bytearray:
         # Zeros would encrypt as well as a key, and nobody would notice.
@@ -243,9 +244,6 @@ class KeyRecord(jsonio.Record):
         removed = [recipient for change in self.changes for recipient in change.removed]
         return tuple(dict.fromkeys(one for one in removed if one.public_key not in current))
 
-    def __hash__(self) -> int:
-        return hash((self.key_id, len(self.changes)))
-
     @model_validator(mode="after")
     def _is_one_history(self) -> KeyRecord:
         numbers = [change.number for change in self.changes]
@@ -297,8 +295,9 @@ def generate_private_key(path: Path) -> PrivateKey:
     Raises SealingError when there is something at `path`, or it cannot be written.
     """
     key = PrivateKey(os.urandom(SECRET_BYTES))
-    with _file_errors("make the private key", path):
+    with _file_errors("make the folder", path.parent):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _file_errors("make the private key", path):
         create_private(path, key.write_to)
     return key
 
@@ -316,7 +315,7 @@ def load_private_key(path: Path | None = None) -> PrivateKey:
         with _file_errors("read the private key", path):
             text = read_private(path, "private key", SealingError)
         return _key_from_text(text, f"file {path}")
-    if text := os.environ.get(PRIVATE_KEY_VARIABLE, ""):
+    if text := os.environ.get(PRIVATE_KEY_VARIABLE, "").strip():
         return _key_from_text(text, f"environment variable {PRIVATE_KEY_VARIABLE}")
     raise SealingError(
         f"there is no private key: give the path of its file, or set {PRIVATE_KEY_VARIABLE}"
@@ -390,8 +389,7 @@ def unseal(
                 return data_key
             why = f"{where} is not the key it should be, or is sealed to another public key"
     raise SealingError(
-        f"data key {key_id} cannot be opened by {name}: {why}; {who_can_open(record, but=name)}, "
-        "and seal it to you again with `tensorize keys reseal`"
+        f"data key {key_id} cannot be opened by {name}: {why}; {who_can_open(record, but=name)}"
     )
 
 
@@ -434,11 +432,16 @@ def amend(
     A name in `add` that is a recipient already gets the new public key. Of two that do this at
     once, what both ask for is done.
 
-    Raises as `reseal` does, and SealingError when nobody has one of the names to remove.
+    Raises as `reseal` does, and SealingError when nobody ever had one of the names to remove.
     """
 
-    def amended(current: Mapping[str, str]) -> dict[str, str]:
-        ever = {one.name for change in history for one in change.removed} | set(current)
+    if both := sorted(set(add) & set(remove)):
+        raise SealingError(f"{', '.join(both)}: to be added and removed; ask for one of the two")
+
+    def amended(record: KeyRecord) -> dict[str, str]:
+        current = record.recipients
+        # Whom another one removed meanwhile is no mistake.
+        ever = {one.name for change in record.changes for one in change.added}
         if strangers := sorted(set(remove) - ever):
             raise SealingError(
                 f"data key {key_id} was never sealed to {', '.join(strangers)}; its recipients "
@@ -447,10 +450,6 @@ def amend(
         kept = {name: key for name, key in current.items() if name not in remove}
         return _check_recipients({**kept, **add})
 
-    if both := sorted(set(add) & set(remove)):
-        raise SealingError(f"{', '.join(both)}: to be added and removed; ask for one of the two")
-    # Of before this call: whoever another one removes meanwhile is then no stranger either.
-    history = read_record(store, key_id, trusted).record.changes
     return _reseal(store, key_id, private_key, amended, signing_key, trusted, when)
 
 
@@ -490,10 +489,10 @@ def key_ids(store: Store) -> tuple[str, ...]:
 
 def who_can_open(record: KeyRecord, but: str = "") -> str:
     """Return a sentence that says which recipients can open a data key, `but` left out."""
-    names = [name for name in record.recipients if name != but]
+    names = ", ".join(name for name in record.recipients if name != but)
     if not names:
         return "nobody else can open it: restore it, or encrypt the build again with a new key"
-    return f"these can still open it: {', '.join(names)}"
+    return f"these can still open it, and seal it again with `tensorize keys reseal`: {names}"
 
 
 # Changing who can open a key
@@ -503,7 +502,7 @@ def _reseal(
     store: Store,
     key_id: str,
     private_key: PrivateKey,
-    to_be: Callable[[Mapping[str, str]], dict[str, str]],
+    to_be: Callable[[KeyRecord], dict[str, str]],
     signing_key: signing.SecretKey,
     trusted: Collection[str] | None,
     when: datetime | None,
@@ -524,7 +523,7 @@ def _record_change(
     store: Store,
     key_id: str,
     private_key: PrivateKey,
-    to_be: Callable[[Mapping[str, str]], dict[str, str]],
+    to_be: Callable[[KeyRecord], dict[str, str]],
     signing_key: signing.SecretKey,
     trusted: Collection[str] | None,
     when: datetime | None,
@@ -536,7 +535,7 @@ def _record_change(
         # Whom another one removed meanwhile has no say any more.
         _name_of(found.record, private_key)
         current = found.record.recipients
-        wanted = to_be(current)
+        wanted = to_be(found.record)
         if wanted == current:
             return found
         changes = found.record.changes

@@ -10,10 +10,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import stat
-import uuid
 from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,15 +21,19 @@ from pydantic import JsonValue, ValidationError
 
 from tensorize_assets.core import jsonio
 from tensorize_assets.core.errors import SignatureError
+from tensorize_assets.core.private_files import (
+    SECRET_BYTES,
+    create_private,
+    read_private,
+    secret_from_text,
+)
 
 KEY_VARIABLE = "TENSORIZE_ASSETS_SIGNING_KEY"
 """The environment variable whose value, when not empty, is used instead of the key file's."""
 
-DocumentType = Literal["manifest", "evidence", "channel"]
+DocumentType = Literal["manifest", "evidence", "channel", "recipients", "seal"]
 
 _FIELD = "signature"
-_SEED_BYTES = 32
-_MAX_KEY_FILE_BYTES = 4096
 
 
 class SecretKey:
@@ -82,7 +84,7 @@ class _Signature(jsonio.Record):
 
 def generate_signing_key() -> SecretKey:
     """Return a new random key."""
-    return SecretKey(os.urandom(_SEED_BYTES))
+    return SecretKey(os.urandom(SECRET_BYTES))
 
 
 def key_id(public_key: bytes) -> str:
@@ -106,7 +108,9 @@ def load_or_create_signing_key(path: Path) -> SecretKey:
         except FileNotFoundError:
             pass
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _create_key(path)
+        # Another process may make it first.
+        with suppress(FileExistsError):
+            create_private(path, generate_signing_key().write_to)
         return _read_key(path)
 
 
@@ -196,9 +200,10 @@ def _public_key(text: str, where: str) -> bytes:
         key = _from_base64(text)
     except ValueError:
         key = b""
-    if len(key) != _SEED_BYTES:
+    if len(key) != SECRET_BYTES:
         raise SignatureError(
-            f"{where} holds {text[:60]!r}, which is not a public key: base64 of {_SEED_BYTES} bytes"
+            f"{where} holds {text[:60]!r}, which is not a public key: base64 of "
+            f"{SECRET_BYTES} bytes"
         )
     return key
 
@@ -208,52 +213,19 @@ def _from_base64(text: str) -> bytes:
 
 
 def _key_from_text(text: str, where: str) -> SecretKey:
-    try:
-        seed = bytes.fromhex(text) if len(text) == 2 * _SEED_BYTES else _from_base64(text)
-    except ValueError:
-        seed = b""
-    if len(seed) != _SEED_BYTES:
+    seed = secret_from_text(text)
+    if seed is None:
         # Neither the text nor a cause that could quote it.
         raise SignatureError(
-            f"{where} holds no signing key: expected {_SEED_BYTES} bytes as base64 or hex, on one "
+            f"{where} holds no signing key: expected {SECRET_BYTES} bytes as base64 or hex, on one "
             "line; restore it, or remove it to have a new key made"
         )
     return SecretKey(seed)
 
 
 def _read_key(path: Path) -> SecretKey:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        # Of the open file: the one at the path may be another by the time it is read.
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        if mode & 0o077:
-            raise SignatureError(
-                f"the signing key {path} is open to other users (mode {mode:04o}): run "
-                f"`chmod 600 {path}`, or make a new key if one of them may have read it"
-            )
-        text = os.read(descriptor, _MAX_KEY_FILE_BYTES)
-    finally:
-        os.close(descriptor)
-    return _key_from_text(text.decode("ascii", errors="replace").strip(), f"file {path}")
-
-
-def _create_key(path: Path) -> None:
-    """Make the key file unless another process makes it first; it appears complete."""
-    temp = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        generate_signing_key().write_to(descriptor)
-        os.fsync(descriptor)
-        try:
-            os.link(temp, path)
-        except FileExistsError:
-            return
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(folder)
-        os.close(folder)
-    finally:
-        os.close(descriptor)
-        temp.unlink()
+    text = read_private(path, "signing key", SignatureError)
+    return _key_from_text(text.strip(), f"file {path}")
 
 
 @contextmanager

@@ -4,9 +4,10 @@ Not imported by `tensorize_assets.definitions`: importing dagster_aws takes more
 """
 
 from dagster_aws.s3 import S3Resource
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from tensorize_assets.core.errors import StoreError
+from tensorize_assets.core.jsonio import describe
 from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings, resolve
 from tensorize_assets.resources.store import StoreResource
 
@@ -32,6 +33,11 @@ class S3StoreResource(StoreResource):
                 "the S3Resource has verify: false, and unverified connections are not used; set "
                 "the certificate with `ca_bundle` under `s3` in the catalog, or AWS_CA_BUNDLE"
             )
+        if not ours.use_ssl:
+            raise StoreError(
+                "the S3Resource has use_ssl: false; give it an endpoint_url that starts with "
+                "http:// instead, if that is what you want"
+            )
         settings = self.catalog.catalog().s3 or S3Settings()
         given = {
             "endpoint_url": ours.endpoint_url,
@@ -55,4 +61,9 @@ class S3StoreResource(StoreResource):
                 "the S3Resource has only one of aws_access_key_id and aws_secret_access_key; set "
                 "both, or none"
             )
-        return resolve(settings.model_copy(update=changes), credentials)
+        try:
+            settings = S3Settings.model_validate({**settings.model_dump(), **changes})
+        except ValidationError as error:
+            # Not the values: an endpoint may hold a key.
+            raise StoreError(f"the S3Resource's settings: {describe(error)}") from None
+        return resolve(settings, credentials)

@@ -1,6 +1,5 @@
 """ManifestIOManager in somebody else's project: any asset, JSON, on a disk and in S3."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,9 @@ def test_values_of_other_assets_go_and_come_as_json(any_home: Home) -> None:
         "values/model.json",
         "values/plain.json",
         "values/reads.json",
-        "values/their/own/daily/2026-11-29.json",
-        "values/their/own/daily/a%2Fb.json",
-        "values/their/own/daily/c.json",
+        "values/their/own/daily/@/2026-11-29.json",
+        "values/their/own/daily/@/a%2Fb.json",
+        "values/their/own/daily/@/c.json",
     )
     assert expected == any_home.store.list("values")
 
@@ -177,4 +176,76 @@ def test_the_example_projects_asset_reads_our_record(stand_in_home: Home) -> Non
         )
     expected = {"model": MODEL, "channel": layout.channel_key(MODEL, "v1"), "entry": 1}
     assert expected == result.output_for_node("rollout_request")
-    assert os.listdir(stand_in_home.store.root / "records" / "rollout_request")
+    assert ("values/rollout_request/@/tiny--llama/v1.json",) == stand_in_home.store.list("values/")
+
+
+def test_an_asset_of_theirs_does_not_take_the_place_of_our_record(stand_in_home: Home) -> None:
+    """The same name under a prefix would otherwise end the next run of the chain."""
+
+    @dg.asset(key_prefix="mine", partitions_def=partitions.model_suffix)
+    def artifact() -> dict[str, str]:
+        return {}
+
+    key = layout.record_key("artifact", MODEL, "v1")
+    before = stand_in_home.store.get_bytes(key)
+    with dg.DagsterInstance.ephemeral() as instance:
+        partitions.add_pairs(instance, [MODEL], ["v1"])
+        result = materialize(
+            stand_in_home,
+            artifact,
+            instance=instance,
+            partition_key=partitions.partition_key(MODEL, "v1"),
+            raise_on_error=False,
+        )
+    assert "keeps a ArtifactRecord of tensorize_assets, not dict" in failure(result)
+    assert before == stand_in_home.store.get_bytes(key)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [({1: "a"}, "read back"), ((1, 2), "read back"), ("x" * (65 << 20), "file of its own")],
+)
+def test_what_would_come_back_otherwise_is_refused(home: Home, value: Any, said: str) -> None:
+    """At the write, where it can still be mended; not at some later read."""
+
+    @dg.asset
+    def odd() -> Any:
+        return value
+
+    assert said in failure(materialize(home, odd, raise_on_error=False))
+    assert () == home.store.list("values/")
+
+
+def test_an_assets_partition_is_not_another_assets_value(home: Home) -> None:
+    """["sales", "eu"], and ["sales"] at partition "eu"."""
+    regions = dg.StaticPartitionsDefinition(["eu"])
+
+    @dg.asset(key=["sales", "eu"])
+    def one() -> int:
+        return 1
+
+    @dg.asset(key=["sales"], partitions_def=regions)
+    def other() -> int:
+        return 2
+
+    assert materialize(home, one).success
+    assert materialize(home, other, partition_key="eu").success
+    assert ("values/sales/@/eu.json", "values/sales/eu.json") == home.store.list("values/")
+
+
+def test_missing_partitions_may_be_allowed(home: Home) -> None:
+    """As with Dagster's other path managers."""
+    every = dg.AssetIn(
+        key=["their", "own", "daily"],
+        metadata={"allow_missing_partitions": True},
+        partition_mapping=dg.SpecificPartitionsPartitionMapping(["c", "2026-11-29"]),
+    )
+
+    @dg.asset(ins={"daily": every})
+    def reads(daily: dict[str, str]) -> int:
+        return len(daily)
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        assert materialize(home, daily, instance=instance, partition_key="c").success
+        result = materialize(home, daily, reads, selection=[reads], instance=instance)
+        assert 1 == result.output_for_node("reads")

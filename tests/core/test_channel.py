@@ -14,6 +14,8 @@ from tensorize_assets.core.channel import Channel
 from tensorize_assets.core.errors import ConflictError, SignatureError, StoreError
 from tensorize_assets.core.evidence import Device
 from tensorize_assets.core.local_store import LocalStore
+from tensorize_assets.core.s3 import S3Access
+from tensorize_assets.core.store import Store, open_store
 
 KEY = signing.SecretKey(bytes(range(32)))
 TRUSTED = {KEY.public_key}
@@ -27,8 +29,13 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
+@pytest.fixture
+def remote(s3_root: str, s3_access: S3Access) -> Store:
+    return open_store(s3_root, s3_access)
+
+
 def publish(
-    store: LocalStore,
+    store: Store,
     build: str,
     *,
     vllm: str = "0.31.0",
@@ -55,7 +62,7 @@ def roll_back(store: LocalStore, to: str | None = None) -> Channel:
     return channels.rollback(store, KEY, MODEL, SUFFIX, to, trusted=TRUSTED, when=WHEN)
 
 
-def read(store: LocalStore) -> Channel:
+def read(store: Store) -> Channel:
     found = channels.read_channel(store, MODEL, SUFFIX, TRUSTED)
     assert found
     return found.channel
@@ -217,8 +224,12 @@ def in_processes(count: int, work: Callable[[int], object]) -> None:
     assert [0] * count == [process.exitcode for process in processes]
 
 
-def test_8_publishers_racing_all_end_in_the_history(store: LocalStore) -> None:
+@pytest.mark.parametrize("root", ["disk", "s3"])
+def test_8_publishers_racing_all_end_in_the_history(
+    request: pytest.FixtureRequest, root: str
+) -> None:
     """A lost entry is a build that was served and that nobody can find again."""
+    store: Store = request.getfixturevalue("store" if root == "disk" else "remote")
     builds = [[f"{number:x}{step:x}" * 6 for step in range(3)] for number in range(8)]
 
     def publish_all(number: int) -> None:

@@ -14,10 +14,11 @@ import pytest
 from tensorize_assets.core import layout, signing
 from tensorize_assets.core import manifest as manifests
 from tensorize_assets.core.copy import copy_build, directory_of
-from tensorize_assets.core.errors import ManifestError, StoreError
+from tensorize_assets.core.errors import EvidenceError, ManifestError, StoreError
+from tensorize_assets.core.evidence import Evidence, encode, write_evidence
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest
-from tensorize_assets.core.s3 import S3Access
+from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings
 from tensorize_assets.core.store import Store, open_store
 from tensorize_assets.core.verify import verify_directory
 from tensorize_assets.demo.s3_server import LocalS3
@@ -52,8 +53,39 @@ def seal(store: Store, content: dict[str, bytes] = CONTENT) -> str:
     encoded = manifests.encode(manifest, KEY)
     store.put_bytes(layout.manifest_key(directory), encoded)
     sha256 = manifests.manifest_sha256(encoded)
-    store.put_bytes(layout.evidence_key(sha256, "cpu", "0.31.0"), b"evidence")
+    write_evidence(store, KEY, evidence(sha256))
     return directory
+
+
+def evidence(manifest_sha256: str, **fields: object) -> Evidence:
+    """Passing evidence of a manifest."""
+    return Evidence.model_validate(
+        {
+            "model": "org/tiny",
+            "suffix": "v1",
+            "build_id": "0" * 12,
+            "manifest_sha256": manifest_sha256,
+            "device": "cpu",
+            "device_name": "a CPU",
+            "vllm_version": "0.31.0",
+            "tensor_parallel_size": 1,
+            "dtype": "bfloat16",
+            "passed": True,
+            "checks": ({"name": "a", "passed": True, "description": "fine"},),
+            "perplexity": 1.0,
+            "load": {
+                "bytes": 1,
+                "seconds": 1.0,
+                "bytes_per_second": 1.0,
+                "host_memory_before": 1,
+                "host_memory_after": 1,
+            },
+            "default_load_seconds": None,
+            "prompts_digest": "x",
+            "when": "2026-11-29T00:00:00Z",
+            **fields,
+        }
+    )
 
 
 @pytest.fixture
@@ -162,15 +194,61 @@ def test_half_a_file_at_the_target_is_replaced(stores: tuple[Store, Store]) -> N
     assert verify_directory(target, directory, TRUSTED).ok
 
 
+def test_a_copy_onto_itself_is_refused_and_removes_nothing(
+    disk: LocalStore, remote: Store, s3_access: S3Access, s3_root: str, tmp_path: Path
+) -> None:
+    """A damaged file that was removed "there" would be the only copy."""
+    (tmp_path / "link").symlink_to(disk.root)
+    for source, target in (
+        (disk, LocalStore(tmp_path / "link")),
+        (remote, open_store(f"{s3_root}/a", s3_access)),
+    ):
+        directory = seal(source)
+        before = source.list("")
+        with pytest.raises(StoreError, match="lies at the target already"):
+            copy_build(source, directory, target, TRUSTED, _nothing)
+        assert before == source.list("")
+
+
+def test_sizes_are_held_against_the_manifest_first(stores: tuple[Store, Store]) -> None:
+    """What a manifest claims must not make room for it in memory, nor a fat object fill a disk."""
+    source, target = stores
+    directory = seal(source)
+    source.put_bytes(layout.file_key(directory, "model-rank-001.tensors"), b"fat" * 100_000)
+    with pytest.raises(StoreError, match="nothing was copied"):
+        copy_build(source, directory, target, TRUSTED, _nothing)
+    assert () == target.list("")
+
+
+def test_newer_evidence_goes_along_and_foreign_does_not(stores: tuple[Store, Store]) -> None:
+    """The reload was run again at the source; somebody else's evidence lies in its place."""
+    source, target = stores
+    directory = seal(source)
+    first = copy_build(source, directory, target, TRUSTED, _nothing)
+    newer = evidence(first.manifest_sha256, device_name="another CPU")
+    key = write_evidence(source, KEY, newer)
+    copy_build(source, directory, target, TRUSTED, _nothing)
+    copied, original = target.get_bytes(key), source.get_bytes(key)
+    assert copied is not None
+    assert original is not None
+    assert original.data == copied.data
+    source.put_bytes(key, encode(evidence("0" * 64), KEY))
+    with pytest.raises(EvidenceError, match="another build"):
+        copy_build(source, directory, target, TRUSTED, _nothing)
+    stored = target.get_bytes(key)
+    assert stored is not None
+    assert encode(newer, KEY) == stored.data
+
+
 def test_another_artifact_at_the_target_stays(stores: tuple[Store, Store]) -> None:
     """A directory is written once."""
     source, target = stores
     directory = seal(source)
     seal(target, {**CONTENT, "config.json": b"[]"})
-    before = target.list("")
+    before = {key: target.get_bytes(key) for key in target.list("")}
     with pytest.raises(ManifestError, match="holds another artifact"):
         copy_build(source, directory, target, TRUSTED, _nothing)
-    assert before == target.list("")
+    assert before == {key: target.get_bytes(key) for key in target.list("")}
 
 
 def test_without_a_manifest_there_is_nothing_to_copy(stores: tuple[Store, Store]) -> None:
@@ -204,19 +282,60 @@ def environment(s3: LocalS3, tmp_path: Path) -> dict[str, str]:
     }
 
 
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tensorize_assets.cli", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_copies_between_two_s3_services(
+    s3: LocalS3, s3_root: str, s3_access: S3Access, tmp_path: Path
+) -> None:
+    """Each side has its own endpoint and keys; the same bucket name is two buckets."""
+    bucket = s3_root.removeprefix("s3://").partition("/")[0]
+    directory = seal(open_store(s3_root, s3_access))
+    with LocalS3(tmp_path / "other") as other:
+        other.create_bucket(bucket)
+        config = tmp_path / "credentials"
+        config.write_text(
+            "".join(
+                f"[{name}]\naws_access_key_id={server.access_key}\n"
+                f"aws_secret_access_key={server.secret_key}\n"
+                for name, server in (("here", s3), ("there", other))
+            )
+        )
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("S3_")},
+            "AWS_SHARED_CREDENTIALS_FILE": str(config),
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "DAGSTER_HOME": str(tmp_path / "nowhere"),
+        }
+        done = run(
+            environment,
+            *("copy", f"{s3_root}/{directory}", f"s3://{bucket}/elsewhere", "--json"),
+            *("--source-endpoint-url", s3.endpoint, "--source-profile", "here"),
+            *("--target-endpoint-url", other.endpoint, "--target-profile", "there"),
+        )
+        assert 0 == done.returncode, done.stderr
+        report = json.loads(done.stdout)
+        assert (4, 0) == (report["copied"], report["server_side"])
+        settings = S3Settings(endpoint_url=other.endpoint, region="us-east-1")
+        access = S3Access(settings, S3Credentials(other.access_key, other.secret_key))
+        target = open_store(f"s3://{bucket}/elsewhere", access)
+        assert verify_directory(target, directory, TRUSTED).ok
+
+
 def test_the_command_copies_to_s3_and_back(
     disk: LocalStore, s3_root: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Keys come from the environment; no catalog is needed."""
 
     def tensorize(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "tensorize_assets.cli", *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        return run(environment, *arguments)
 
     directory = seal(disk)
     there = tensorize("copy", f"{disk.root}/{directory}", s3_root, "--json")
@@ -229,6 +348,10 @@ def test_the_command_copies_to_s3_and_back(
     assert "4 files copied" in back.stdout
     assert verify_directory(LocalStore(tmp_path / "back"), directory, TRUSTED).ok
     assert environment["S3_SECRET_ACCESS_KEY"] not in there.stderr + back.stderr + back.stdout
+    for target in ("S3://bucket/x", "s3:/bucket/x", "gs://bucket/x"):
+        elsewhere = tensorize("copy", f"{disk.root}/{directory}", target)
+        assert 2 == elsewhere.returncode
+        assert "this is another URL" in elsewhere.stderr
     nothing = tensorize("copy", f"{s3_root}/nothing", str(tmp_path / "back"))
     assert 1 == nothing.returncode
     assert "no finished artifact" in nothing.stderr

@@ -1,0 +1,83 @@
+"""What every `tensorize` command has: the Dagster home, exit codes, output, and S3 settings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from os import environ
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from tensorize_assets.core import jsonio, s3
+from tensorize_assets.core.catalog import Catalog, load_catalog
+from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
+
+FAILED = 1
+WRONG = 2
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+# Without a terminal there is no width to keep to, and tables must not lose digits.
+_WIDTH = None if sys.stdout.isatty() else 140
+out = Console(soft_wrap=True, width=_WIDTH)
+err = Console(stderr=True, soft_wrap=True)
+
+
+@contextmanager
+def errors() -> Generator[None]:
+    """Show an error of ours as one line, and leave with its exit code."""
+    try:
+        yield
+    except TensorizeAssetsError as error:
+        err.print(f"error: {error}", markup=False, highlight=False)
+        raise typer.Exit(WRONG if isinstance(error, CatalogError) else FAILED) from error
+
+
+def print_json(value: object) -> None:
+    """Write the one document of `--json`."""
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def say(line: str) -> None:
+    """Write a line of progress, beside the document of `--json`."""
+    err.print(line, markup=False)
+
+
+def home() -> Path:
+    """The folder of everything a user edits."""
+    # As in definitions, whose import takes as long as Dagster's.
+    return Path(environ.get("DAGSTER_HOME") or "dagster_home").absolute()
+
+
+def catalog_path(folder: Path | None = None) -> Path:
+    """The catalog file of a Dagster home."""
+    return Path(environ.get("TENSORIZE_CATALOG") or (folder or home()) / "models.yaml")
+
+
+def found_catalog() -> Catalog | None:
+    """The catalog of the Dagster home, where there is one. Raises CatalogError for a wrong one."""
+    path = catalog_path()
+    return load_catalog(path) if path.is_file() else None
+
+
+def s3_access(given: Mapping[str, str | None] | None = None) -> s3.S3Access:
+    """How S3 is reached: options, then the catalog's `s3`, then the environment.
+
+    Raises CatalogError for a wrong catalog or option, StoreError for credentials that are half
+    there.
+    """
+    catalog = found_catalog()
+    settings = (catalog.s3 if catalog else None) or s3.S3Settings()
+    changes = {name: value for name, value in (given or {}).items() if value is not None}
+    try:
+        settings = s3.S3Settings.model_validate({**settings.model_dump(), **changes})
+    except ValidationError as error:
+        # Not the values: an endpoint may hold a key.
+        raise CatalogError(f"S3 settings: {jsonio.describe(error)}") from None
+    return s3.resolve(settings)
