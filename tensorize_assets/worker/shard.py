@@ -46,6 +46,7 @@ from tensorize_assets.worker.write_shard import write_shard
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_SAID_EVERY_S = 10.0
 # No upload of one shard takes as long. What this build's own killed runs left goes at once, when
 # the same shard is stored.
 _ORPHANED_S = 2 * 24 * 3600.0
@@ -100,7 +101,7 @@ def run(request: ShardRequest, progress: Progress) -> ShardResult:
             path = scratch / layout.shard_name(rank, ranks)
             with virtual_rank(rank, ranks):
                 counted, groups, names = _write_rank(
-                    config, rank, path, request, store, progress, clock
+                    config, rank, path, request, store, shelf, progress, clock
                 )
             counts.append(counted)
             tied.update(groups)
@@ -134,6 +135,7 @@ def _write_rank(
     path: Path,
     request: ShardRequest,
     store: Store,
+    shelf: _Shelf,
     progress: Progress,
     clock: _Stopwatch,
 ) -> tuple[RankCensus, tuple[tuple[str, ...], ...], set[str]]:
@@ -150,15 +152,13 @@ def _write_rank(
             kept = ranks if store.local_path(request.directory) else min(ranks, 2)
             needed = (size + preflight.METADATA_REGION) * kept
             preflight.check_scratch(path.parent, needed, where)
+
+        def loaded(tensors: int, done: int) -> None:
+            progress.update("loading", rank, ranks, tensors_done=tensors, bytes_done=done)
+            shelf.check()
+
         with _refusals(f"{where}: vLLM's own weight loader refuses this snapshot"):
-            model_builder.load_weights(
-                config,
-                model,
-                lambda tensors, done: progress.update(
-                    "loading", rank, ranks, tensors_done=tensors, bytes_done=done
-                ),
-                where,
-            )
+            model_builder.load_weights(config, model, loaded, where)
     with clock("census"):
         counted = census.rank_census(model, rank, config.model_config.dtype)
         groups = tied_names(model)
@@ -194,7 +194,8 @@ class _Shelf:
         self._stop = Event()
         self._running: Future[_Stored] | None = None
         self._what = (0, 0, 0)
-        self._passed = 0
+        self._passed = self._said = 0
+        self._said_at = 0.0
 
     def __enter__(self) -> _Shelf:
         return self
@@ -216,9 +217,15 @@ class _Shelf:
         """Start on a file that `wait` waits for."""
         size = path.stat().st_size
         self._what = (rank, ranks, size)
-        self._passed = 0
+        self._passed = self._said = 0
+        self._said_at = time.monotonic()
         self._progress.update("storing", rank, ranks, bytes_done=0, bytes_total=size)
         self._running = self._pool.submit(self._run, rank, ranks, path, directory, names, where)
+
+    def check(self) -> None:
+        """Raise what storing the last file failed with: nothing more need be built."""
+        if self._running is not None and self._running.done():
+            self._running.result()
 
     def wait(self) -> tuple[_Stored, ...]:
         """Wait for the file that is being stored, if one is. Raises as `run` does."""
@@ -248,6 +255,18 @@ class _Shelf:
         file = FileEntry(path=path.name, size=found.size, sha256=found.sha256)
         return _Stored(file, tuple(tensors))
 
+    def _say(self) -> None:
+        """Report beside the building of the next rank, whose stage the progress shows."""
+        now = time.monotonic()
+        if now - self._said_at >= _SAID_EVERY_S:
+            rank, ranks, size = self._what
+            rate = (self._passed - self._said) / (now - self._said_at)
+            self._said_at, self._said = now, self._passed
+            self._progress.log(
+                f"rank {rank}/{ranks}: storing: {format_bytes(self._passed)} of "
+                f"{format_bytes(size)}, {format_bytes(rate)}/s"
+            )
+
     def _verified(
         self, path: Path, tensors: list[TensorEntry], names: set[str], where: str
     ) -> Iterator[bytes]:
@@ -257,6 +276,7 @@ class _Shelf:
                 raise WorkerError(f"{where}: stopped before {path.name} was stored")
             yield chunk
             self._passed += len(chunk)
+            self._say()
         found = {tensor.name for tensor in tensors}
         if found != names:
             raise WorkerError(
