@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import tenacity
@@ -37,7 +38,8 @@ _MARKER = ".vllm_tensorized_marker"
 # What vLLM takes for a template of ranks' files.
 _RANK = re.compile(r"%0(\d)d")
 
-# How often a file is begun at all when its stream breaks for good, and how long is waited between.
+# How often a file is looked for, and how often it is begun when its stream breaks for good, and
+# how long is waited between.
 _BEGINNINGS = 3
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 10.0
@@ -96,6 +98,9 @@ class TensorizedModelLoader(TensorizerLoader):
         self._fill(model, self._find())
 
     def _find(self) -> streams.TensorFile:
+        return _beginnings(partial(_log_again, "looking for the file"))(self._look)
+
+    def _look(self) -> streams.TensorFile:
         arguments = self.tensorizer_config._construct_tensorizer_args()
         return streams.find(self._uri(), arguments.stream_kwargs)
 
@@ -109,22 +114,14 @@ class TensorizedModelLoader(TensorizerLoader):
 
         def read() -> None:
             if reading.restarts:
-                reading.again(self._find())
+                reading.again(self._look())
             self._read(model, reading)
 
         def again(state: tenacity.RetryCallState) -> None:
             reading.restarts += 1
-            logger.warning("Reading from the beginning again: %s", _said(state))
+            _log_again("reading from the beginning", state)
 
-        tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(StoreUnavailableError),
-            stop=tenacity.stop_after_attempt(_BEGINNINGS),
-            # Ranks of one engine shall not come back all at once.
-            wait=tenacity.wait_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S)
-            + tenacity.wait_random(0, _FIRST_WAIT_S),
-            before_sleep=again,
-            reraise=True,
-        )(read)
+        _beginnings(again)(read)
         model.requires_grad_(False)
         resize = getattr(vllm_tensorizer, "_resize_lora_embeddings", None)
         if resize is not None:
@@ -334,8 +331,30 @@ def _require_whole(file: streams.TensorFile, deserializer: TensorDeserializer) -
         raise ValueError(f"it has {file.size:,} bytes, and its tensors end at byte {end:,}")
 
 
-def _said(state: tenacity.RetryCallState) -> str:
-    return str(state.outcome.exception()) if state.outcome else ""
+def _beginnings(before_sleep: Callable[[tenacity.RetryCallState], None]) -> tenacity.Retrying:
+    """Tries again what fails for a reason that may pass by itself."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(StoreUnavailableError),
+        stop=tenacity.stop_after_attempt(_BEGINNINGS),
+        # Ranks of one engine shall not come back all at once.
+        wait=tenacity.wait_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S)
+        + tenacity.wait_random(0, _FIRST_WAIT_S),
+        before_sleep=before_sleep,
+        reraise=True,
+    )
+
+
+def _log_again(what: str, state: tenacity.RetryCallState) -> None:
+    # The error names the file, and shows no query of its URL.
+    logger.warning(
+        "rank %d: %s again in %.1f s, try %d of %d: %s",
+        get_tensor_model_parallel_rank(),
+        what,
+        state.upcoming_sleep,
+        state.attempt_number + 1,
+        _BEGINNINGS,
+        state.outcome.exception() if state.outcome else "",
+    )
 
 
 def _device() -> str:

@@ -12,7 +12,7 @@ import psutil
 import torch
 from vllm.platforms import current_platform
 
-from tensorize_assets.core.errors import StoreUnavailableError
+from tensorize_assets.core.errors import StoreError, StoreUnavailableError
 from tensorize_assets.core.jsonio import Record
 from tensorize_assets.core.tasks import RankLoad, TensorReport
 
@@ -32,11 +32,16 @@ def write(report: RankLoad) -> None:
 
 
 class Failure(Record):
-    """Why a rank did not load. `store_unavailable`: for a reason that may pass by itself."""
+    """Why a rank did not load.
+
+    `store`: the store, or the way to it, said no, which need not be the artifact's fault.
+    `store_unavailable`: and that may pass by itself.
+    """
 
     rank: int
     kind: str
     message: str
+    store: bool
     store_unavailable: bool
 
     def __str__(self) -> str:
@@ -50,6 +55,7 @@ def write_failure(rank: int, error: BaseException) -> None:
         rank=rank,
         kind=type(error).__name__,
         message=str(error),
+        store=isinstance(error, StoreError),
         store_unavailable=isinstance(error, StoreUnavailableError),
     )
     (folder / f"failure-{rank:03d}.json").write_text(failure.model_dump_json())

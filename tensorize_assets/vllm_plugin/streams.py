@@ -15,8 +15,9 @@ from typing import Any, BinaryIO, cast
 from tensorizer import TensorDeserializer
 
 from tensorize_assets.core import s3
-from tensorize_assets.core.errors import StoreError
-from tensorize_assets.core.ranged import HttpSource, RangedReader, RangeSource, S3Source
+from tensorize_assets.core.errors import StoreError, StoreUnavailableError
+from tensorize_assets.core.http_source import HttpSource
+from tensorize_assets.core.ranged import RangedReader, RangeSource, S3Source
 from tensorize_assets.core.tasks import LoadSource
 
 # A second reader hashes while the first receives; more only help hosts of many cores.
@@ -102,34 +103,90 @@ def find(uri: str, given: Mapping[str, Any]) -> TensorFile:
     streams; its keys and endpoint go first.
 
     Raises:
-        FileNotFoundError, OSError: a path that cannot be read.
-        StoreError: an object that cannot be read.
+        FileNotFoundError: a path that leads nowhere.
+        StoreError: a file or an object that cannot be read.
         StoreUnavailableError: the object store, or the way to it, is in trouble.
     """
     scheme, separator, _ = uri.partition("://")
     if not separator:
-        return TensorFile(uri, "disk", os.stat(uri).st_size, None)
+        return _on_disk(uri)
     if scheme == "s3":
         return _in_s3(uri, _access(given))
     if scheme in ("http", "https"):
-        ranges = HttpSource(uri, ca_bundle=_ca_bundle())
+        ranges = HttpSource(uri, ca_bundle=_ca_bundle(s3.S3Settings()))
         return TensorFile(ranges.uri, "public_url", ranges.size, ranges)
     raise StoreError(f"{scheme}:// is not read; give a path, s3:// or http(s)://")
 
 
-def _in_s3(uri: str, access: s3.S3Access) -> TensorFile:
+def object_in_s3(uri: str, access: s3.S3Access) -> S3Source:
+    """Look at an object through S3's own API.
+
+    Raises:
+        StoreError: it cannot be read.
+        StoreUnavailableError: the object store, or the way to it, is in trouble.
+    """
     bucket, key = s3.split_uri(uri)
-    client = access.client_for(bucket)
     explain = partial(s3.explained, "get", uri, access)
+    return S3Source(access.client_for(bucket), bucket, key, uri, explain)
+
+
+def _on_disk(path: str) -> TensorFile:
+    try:
+        with open(path, "rb") as file:
+            return TensorFile(path, "disk", os.fstat(file.fileno()).st_size, None)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"cannot read {path}: {error.strerror}; let this user read it, or see to the disk"
+        ) from error
+
+
+def _in_s3(uri: str, access: s3.S3Access) -> TensorFile:
     if access.settings.reload_url == "presigned":
-        with explain():
-            url = client.generate_presigned_url(
+        signed = _presigned(uri, access)
+        return TensorFile(uri, "presigned_url", signed.size, signed)
+    ranges = object_in_s3(uri, access)
+    return TensorFile(uri, "s3", ranges.size, ranges)
+
+
+def _presigned(uri: str, access: s3.S3Access) -> HttpSource:
+    bucket, key = s3.split_uri(uri)
+    access = _in_its_region(bucket, uri, access)
+
+    def sign() -> str:
+        with s3.explained("get", uri, access):
+            return access.client_for(bucket).generate_presigned_url(
                 "get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=_SIGNED_FOR_S
             )
-        ranges = HttpSource(url, ca_bundle=access.settings.ca_bundle or _ca_bundle())
-        return TensorFile(uri, "presigned_url", ranges.size, ranges)
-    ranges = S3Source(client, bucket, key, uri, explain)
-    return TensorFile(uri, "s3", ranges.size, ranges)
+
+    try:
+        return HttpSource(sign, ca_bundle=_ca_bundle(access.settings))
+    except StoreUnavailableError:
+        raise
+    except StoreError:
+        # S3's own answer, where there is one, says more than the status of a signed URL.
+        object_in_s3(uri, access)
+        raise
+
+
+def _in_its_region(bucket: str, uri: str, access: s3.S3Access) -> s3.S3Access:
+    """Have URLs signed for the region that the bucket is in, where S3 names it.
+
+    The API's client follows S3 to another region by itself; a signed URL cannot be followed.
+    """
+    client = access.client_for(bucket)
+    with s3.explained("get", uri, access):
+        try:
+            answer = client.head_bucket(Bucket=bucket)
+        except client.exceptions.ClientError as error:
+            # A refusal names it too.
+            answer = error.response
+    region = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    if not region or region == client.meta.region_name:
+        return access
+    there = access.settings.model_copy(update={"region": region})
+    return s3.S3Access(there, access.credentials)
 
 
 def _access(given: Mapping[str, Any]) -> s3.S3Access:
@@ -145,9 +202,10 @@ def _access(given: Mapping[str, Any]) -> s3.S3Access:
     )
 
 
-def _ca_bundle() -> str | None:
-    if os.environ.get(s3.ACCESS_VARIABLE):
+def _ca_bundle(settings: s3.S3Settings) -> str | None:
+    named = settings.ca_bundle
+    if not named and os.environ.get(s3.ACCESS_VARIABLE):
         named = s3.from_environment().settings.ca_bundle
-        if named:
-            return named
-    return os.environ.get("AWS_CA_BUNDLE") or None
+    named = named or os.environ.get("AWS_CA_BUNDLE")
+    # As boto3's client is given it.
+    return os.path.expanduser(named) if named else None

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tensorize_assets.core.errors import PreflightError
 from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings, is_s3, resolve
 from tensorize_assets.core.store import Store, open_store
 from tensorize_assets.worker import session
+from tensorize_assets.worker.scratch import scratch_folder
 
 
 def access_of(settings: S3Settings | None) -> S3Access:
@@ -23,3 +32,27 @@ def store_of(root: str, settings: S3Settings | None) -> Store:
         StoreError: `root` is neither, or credentials are half there.
     """
     return open_store(root, access_of(settings) if is_s3(root) else None)
+
+
+@contextmanager
+def private_folder() -> Generator[Path]:
+    """An empty folder that no other user can enter, for what only this process may know.
+
+    It is removed at the end. What a killed process left is, by the next process that has one.
+
+    Raises:
+        PreflightError: the place for such folders is not this user's alone.
+    """
+    user = os.getuid()
+    parent = Path(tempfile.gettempdir(), f"tensorize-assets-{user}")
+    parent.mkdir(mode=0o700, exist_ok=True)
+    # Not followed: whoever made a link there could change where it leads.
+    found = parent.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+        raise PreflightError(
+            f"{parent} is where a worker keeps S3 credentials for its ranks, and others can get "
+            "into it; remove it, or chmod 700 it if it is this user's"
+        )
+    # Of a name of its own: two workers may check one artifact, on two devices.
+    with scratch_folder(parent, f"reload-{os.getpid()}-{os.urandom(4).hex()}") as folder:
+        yield folder

@@ -6,19 +6,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from urllib.parse import quote
 
 import vllm
 
 from tensorize_assets.core import layout
-from tensorize_assets.core.errors import StoreUnavailableError
+from tensorize_assets.core.errors import StoreError, StoreUnavailableError
 from tensorize_assets.core.s3 import ACCESS_VARIABLE
 from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import Answers, ReloadRequest, ReloadResult
-from tensorize_assets.vllm_plugin import report
-from tensorize_assets.worker.access import access_of, store_of
+from tensorize_assets.vllm_plugin import report, streams
+from tensorize_assets.worker.access import access_of, private_folder, store_of
 from tensorize_assets.worker.engine import (
     ask,
     check_device,
@@ -33,40 +32,24 @@ from tensorize_assets.worker.session import Progress
 def run(request: ReloadRequest, progress: Progress) -> ReloadResult:
     """Load with `verify_hash` and ask. A load that fails is a result too: the checks report it.
 
+    So is a file that is gone from the store, was replaced there, or is not the manifest's. Refused
+    keys, an address that leads nowhere and a store that is down are none: they say nothing about
+    the artifact.
+
     Raises:
         PreflightError: this host has not the device asked for, or its vLLM not our plugin.
-        StoreUnavailableError: the store, or the way to it, is in trouble, which says nothing
-            about the artifact.
-        StoreError: the store refuses a file, or has another than the manifest says.
+        StoreUnavailableError: the store, or the way to it, is in trouble.
+        StoreError: the store refuses, or `reload_url` does not lead to it.
     """
-    ranks = request.tensor_parallel_size
-    check_device(request.device, ranks, f"{request.model} {request.suffix}")
+    check_device(request.device, request.tensor_parallel_size, f"{request.model} {request.suffix}")
     answers: Answers | None = None
     error: str | None = None
-    with _served(request, progress) as served, load_reports() as reports:
-        # Flat: vLLM builds its own "tensorizer_config" of these, and drops one that it is given.
-        settings = {
-            "tensorizer_uri": served.tensorizer_uri,
-            # In both: what is set here goes before `verify_hash` itself.
-            "deserialization_kwargs": {**request.deserialization_kwargs, "verify_hash": True},
-            "verify_hash": True,
-        }
-        progress.update("starting the engine on the artifact")
+    with load_reports() as reports:
         try:
-            with engine(
-                served.folder,
-                ranks,
-                request.dtype,
-                load_format="tensorizer",
-                model_loader_extra_config=settings,
-            ) as llm:
-                progress.update("asking the artifact")
-                answers = ask(llm, request.prompts)
-        except Exception as failure:  # Whatever stops the engine is the finding.
-            failures = load_failures(reports)
-            if any(one.store_unavailable for one in failures):
-                raise StoreUnavailableError("; ".join(map(str, failures))) from failure
-            error = "; ".join(map(str, failures)) or f"{type(failure).__name__}: {failure}"
+            with _served(request, progress) as served:
+                answers = _answers(request, served, reports, progress)
+        except _FindingError as finding:
+            error = str(finding)
             progress.log(f"the artifact does not load: {error}", "error")
         loads = collect(reports)
     return ReloadResult(
@@ -78,11 +61,86 @@ def run(request: ReloadRequest, progress: Progress) -> ReloadResult:
     )
 
 
+class _FindingError(Exception):
+    """The artifact cannot be served as it lies in the store."""
+
+
 class _Served(NamedTuple):
     """What vLLM is given: a local folder as the model, and where its tensors are."""
 
     folder: str
     tensorizer_uri: str
+
+
+def _answers(request: ReloadRequest, served: _Served, reports: Path, progress: Progress) -> Answers:
+    # Flat: vLLM builds its own "tensorizer_config" of these, and drops one that it is given.
+    settings = {
+        "tensorizer_uri": served.tensorizer_uri,
+        # In both: what is set here goes before `verify_hash` itself.
+        "deserialization_kwargs": {**request.deserialization_kwargs, "verify_hash": True},
+        "verify_hash": True,
+    }
+    before = _shards(request)
+    progress.update("starting the engine on the artifact")
+    try:
+        with engine(
+            served.folder,
+            request.tensor_parallel_size,
+            request.dtype,
+            load_format="tensorizer",
+            model_loader_extra_config=settings,
+        ) as llm:
+            progress.update("asking the artifact")
+            return ask(llm, request.prompts)
+    except Exception as failure:  # Whatever stops the engine is the finding, but for the store.
+        failures = load_failures(reports)
+        said = "; ".join(map(str, failures)) or f"{type(failure).__name__}: {failure}"
+        if any(one.store_unavailable for one in failures):
+            raise StoreUnavailableError(said) from failure
+        if any(one.store for one in failures):
+            lost = _lost(before, _shards(request))
+            if not lost:
+                raise StoreError(said) from failure
+            said = f"{'; '.join(lost)}; {said}"
+        raise _FindingError(said) from failure
+
+
+def _shards(request: ReloadRequest) -> dict[str, str | None]:
+    """The version of each shard in S3, whatever way the ranks take to it; None where it is not."""
+    store = store_of(request.root, request.s3)
+    if store.local_path(request.directory) is not None:
+        return {}
+    access = access_of(request.s3)
+    size = request.tensor_parallel_size
+    versions: dict[str, str | None] = {}
+    for rank in range(size):
+        key = layout.file_key(request.directory, layout.shard_name(rank, size))
+        uri = store.uri(key)
+        try:
+            versions[uri] = streams.object_in_s3(uri, access).version
+        except StoreError as error:
+            if not _is_absent(store, key, error):
+                raise
+            versions[uri] = None
+    return versions
+
+
+def _is_absent(store: Store, key: str, error: StoreError) -> bool:
+    """Whether `error` came of reading a file that is not in the store."""
+    if isinstance(error, StoreUnavailableError):
+        return False
+    # Not by HEAD, which answers the same where there is no bucket.
+    return key not in store.list(key)
+
+
+def _lost(before: dict[str, str | None], after: dict[str, str | None]) -> list[str]:
+    gone = [f"{uri} does not exist" for uri, version in after.items() if version is None]
+    replaced = [
+        f"{uri} was replaced while it was loaded"
+        for uri, version in after.items()
+        if version is not None and version != before[uri]
+    ]
+    return gone + replaced
 
 
 @contextmanager
@@ -95,11 +153,13 @@ def _served(request: ReloadRequest, progress: Progress) -> Iterator[_Served]:
         yield _Served(str(local), f"{local}/{name}")
         return
     access = access_of(request.s3)
-    # Two folders: what vLLM takes for the model holds no keys.
-    with TemporaryDirectory(prefix="reload-") as folder, TemporaryDirectory() as private:
+    with private_folder() as private:
+        # Of its own: what vLLM takes for the model holds no keys.
+        folder = private / "model"
+        folder.mkdir()
         progress.update("fetching the artifact's small files")
-        _fetch(store, request, Path(folder))
-        path = Path(private, "s3-access.json")
+        _fetch(store, request, folder)
+        path = private / "s3-access.json"
         access.write(path)
         base = access.settings.reload_url
         if base is None or base == "presigned":
@@ -108,14 +168,26 @@ def _served(request: ReloadRequest, progress: Progress) -> Iterator[_Served]:
             uri = f"{base.rstrip('/')}/{quote(request.directory)}/{name}"
         # In the environment, since vLLM logs its arguments, and the process list shows them.
         with _variable(ACCESS_VARIABLE, str(path)):
-            yield _Served(folder, uri)
+            yield _Served(str(folder), uri)
 
 
 def _fetch(store: Store, request: ReloadRequest, folder: Path) -> None:
     for file in request.companions:
         path = folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.get_file(layout.file_key(request.directory, file.path), path, sha256=file.sha256)
+        key = layout.file_key(request.directory, file.path)
+        try:
+            found = store.get_file(key, path)
+        except StoreError as error:
+            if not _is_absent(store, key, error):
+                raise
+            absent = f"{store.uri(key)} does not exist, and the manifest names it"
+            raise _FindingError(absent) from error
+        if found != (file.size, file.sha256):
+            raise _FindingError(
+                f"{store.uri(key)} has {found.size} bytes with SHA-256 {found.sha256}, and in the "
+                f"manifest it has {file.size} with {file.sha256}"
+            )
 
 
 @contextmanager

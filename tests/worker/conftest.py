@@ -35,7 +35,7 @@ def run_script() -> RunScript:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=300,
+            timeout=450,
         )
         if done.returncode:
             last = "\n".join(done.stdout.splitlines()[-LAST_LINES:])

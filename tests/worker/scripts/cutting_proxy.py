@@ -5,13 +5,15 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 
 
 class CuttingProxy:
     """Passes on to a port of this machine; resets connections when told to.
 
     `cuts` says after how many bytes of answers the connection that carries them is reset; one
-    after another. While `dead`, no connection is taken.
+    after another, each after a call of `on_cut`. While `dead`, no connection is taken; nor are the
+    next `refusals`.
     """
 
     def __init__(self, port: int) -> None:
@@ -21,13 +23,16 @@ class CuttingProxy:
         self.cuts: deque[int] = deque()
         self.dead = False
         self.dies_of_cuts = False
+        self.refusals = 0
+        self.on_cut: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         while True:
             client, _ = self._listener.accept()
-            if self.dead:
+            if self.dead or self.refusals:
+                self.refusals = max(0, self.refusals - 1)
                 _reset(client)
                 continue
             server = socket.create_connection(("127.0.0.1", self._target))
@@ -59,7 +64,8 @@ class CuttingProxy:
                 return False
             self.cuts.popleft()
             self.dead = self.dies_of_cuts
-            return True
+        self.on_cut()
+        return True
 
 
 def _reset(connection: socket.socket) -> None:

@@ -2,7 +2,8 @@
 
     python s3_cases.py MODELS OUT CASES
 
-As in production the keys come over a descriptor, which `session.secrets` reads.
+As in production the keys come over a descriptor, which `session.secrets` reads. The load on two
+ranks goes all the way: through the launcher, in a step that has the keys in its environment.
 """
 
 import base64
@@ -11,6 +12,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,21 +21,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import dagster as dg
 import psutil
 from building import artifact
 from cutting_proxy import CuttingProxy
 from loader_cases import failure, flip, reported
 
-from tensorize_assets.core import layout, processes, ranged
+from tensorize_assets.core import layout, processes, ranged, s3
 from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.manifest import FileEntry
 from tensorize_assets.core.protocol import SECRETS_VARIABLE
 from tensorize_assets.core.s3 import ACCESS_VARIABLE, S3Access, S3Credentials, S3Settings
 from tensorize_assets.core.store import digest, open_store
-from tensorize_assets.core.tasks import ReloadRequest
+from tensorize_assets.core.tasks import ReloadRequest, ReloadResult
 from tensorize_assets.demo.s3_server import REGION, LocalS3
-from tensorize_assets.vllm_plugin import loader, report
-from tensorize_assets.worker import reload
+from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.vllm_plugin import loader, report, streams
+from tensorize_assets.worker import reload, session
 from tensorize_assets.worker.session import Progress
 
 BUCKET = "artifacts"
@@ -41,15 +45,19 @@ BUCKET = "artifacts"
 PREFIX = "team a/100%25d"
 ROOT = f"s3://{BUCKET}/{PREFIX}"
 
+# In the step's environment only: a worker that shows it has inherited it.
+STEP_TOKEN = "a-session-token-of-the-step"
 
-def hand_over(server: LocalS3) -> None:
+
+def hand_over(server: LocalS3, secret_key: str | None = None) -> None:
     """Give the keys as the launcher does."""
-    secrets = S3Credentials(server.access_key, server.secret_key).to_secrets()
+    secrets = S3Credentials(server.access_key, secret_key or server.secret_key).to_secrets()
     encoded = {name: base64.b64encode(value).decode() for name, value in secrets.items()}
     reading, writing = os.pipe()
     os.write(writing, json.dumps(encoded).encode())
     os.close(writing)
     os.environ[SECRETS_VARIABLE] = str(reading)
+    session.secrets.cache_clear()
 
 
 def settings(server: LocalS3, **changes: Any) -> S3Settings:
@@ -116,6 +124,9 @@ class Ranges(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            self.send_error(404)
+            return
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         data = path.read_bytes()
         body = data[first : last + 1]
@@ -175,22 +186,64 @@ def main(models: Path, out: Path, cases: Path) -> None:
         found["log"] = {
             "lines": log.count("\n"),
             "leaks": [needle for needle in needles(server) if needle in log],
+            "again": [line for line in log.splitlines() if " again in " in line],
         }
     cases.write_text(json.dumps(found))
 
 
 def needles(server: LocalS3) -> tuple[str, ...]:
-    return (server.access_key, server.secret_key, "Signature=", "AWSAccessKeyId")
+    return (server.access_key, server.secret_key, STEP_TOKEN, "Signature=", "AWSAccessKeyId")
+
+
+def launched(server: LocalS3, request: ReloadRequest) -> ReloadResult:
+    """What the worker answers a step that has the keys in its environment, as users set them."""
+    results: list[ReloadResult] = []
+    assert request.s3 is not None
+    secrets = S3Credentials(server.access_key, server.secret_key).to_secrets()
+
+    @dg.asset
+    def step(context: dg.AssetExecutionContext) -> dg.MaterializeResult[Any]:
+        launcher = SubprocessLauncher()
+        results.append(launcher.run(context, request, ReloadResult, secrets).result)
+        return dg.MaterializeResult()
+
+    variables = {
+        "S3_ACCESS_KEY_ID": server.access_key,
+        "S3_SECRET_ACCESS_KEY": server.secret_key,
+        "S3_SESSION_TOKEN": STEP_TOKEN,
+    }
+    os.environ.update(variables)
+    try:
+        assert s3.resolve(request.s3).credentials is not None
+        dg.materialize([step])
+    finally:
+        for name in variables:
+            del os.environ[name]
+    return results[0]
+
+
+def private() -> set[str]:
+    """What lies where workers keep keys."""
+    folder = Path(tempfile.gettempdir(), f"tensorize-assets-{os.getuid()}")
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
 def engines(server: LocalS3, local: Path, llama: Path, halves: Path, found: dict[str, Any]) -> None:
     """The task itself."""
 
-    def reloaded(name: str, folder: Path, s3: S3Settings, size: int = 1) -> None:
+    def reloaded(
+        name: str,
+        folder: Path,
+        s3: S3Settings,
+        size: int = 1,
+        run: Callable[[ReloadRequest], ReloadResult] = lambda one: reload.run(
+            one, Progress.silent()
+        ),
+    ) -> None:
         request = ReloadRequest(
             model="tiny/llama",
             suffix="v1",
-            root=ROOT,
+            root=roots[-1],
             directory=folder.relative_to(local).as_posix(),
             companions=companions(folder),
             s3=s3,
@@ -199,19 +252,17 @@ def engines(server: LocalS3, local: Path, llama: Path, halves: Path, found: dict
             device="cpu",
             prompts=("the quick brown fox",),
         )
-        before = set(Path(tempfile.gettempdir()).iterdir())
+        before = private()
         with Watch(*needles(server)) as watch:
             try:
-                result = reload.run(request, Progress.silent())
-                found[name] = result.model_dump(mode="json")
+                found[name] = run(request).model_dump(mode="json")
             except StoreError as error:
                 found[name] = {"raised": f"{type(error).__name__}: {error}"}
-        left = {path.name for path in set(Path(tempfile.gettempdir()).iterdir()) - before}
         found[name] |= {
             "seen": len(watch.processes),
             "told": len(watch.told),
             "leaks": sorted(watch.found),
-            "left": sorted(one for one in left if "reload" in one or "tmp" in one),
+            "left": sorted(private() - before),
             "variable": os.environ.get(ACCESS_VARIABLE),
         }
 
@@ -219,6 +270,7 @@ def engines(server: LocalS3, local: Path, llama: Path, halves: Path, found: dict
     reloaded("presigned", llama, settings(server, reload_url="presigned"))
     with public(local) as url:
         reloaded("public", llama, settings(server, reload_url=f"{url}/"))
+        reloaded("nowhere", llama, settings(server, reload_url=f"{url}/elsewhere"))
 
     proxy = CuttingProxy(urlsplit(server.endpoint).port or 0)
     through = settings(server, max_attempts=1).model_copy(
@@ -231,14 +283,41 @@ def engines(server: LocalS3, local: Path, llama: Path, halves: Path, found: dict
         proxy.dies_of_cuts = True
         reloaded("dead in the middle", llama, through)
     reloaded("dead", llama, through)
-    wrong = S3Settings(endpoint_url=server.endpoint, region=REGION)
-    for file in companions(llama):
-        if file.path == "config.json":
-            key = f"{PREFIX}/{layout.file_key(llama.relative_to(local).as_posix(), file.path)}"
-            server.client().put_object(Bucket=BUCKET, Key=key, Body=b"{}")
-    reloaded("other config", llama, wrong)
-    # Last: real ranks leave threads and settings in this process.
-    reloaded("s3 at 2", halves, settings(server), 2)
+    hand_over(server, "not-the-secret-of-this-key")
+    reloaded("refused", llama, settings(server))
+    hand_over(server)
+    with another_root("s3://no-such-bucket/prefix"):
+        reloaded("no bucket for it", llama, settings(server))
+    reloaded("s3 at 2", halves, settings(server), 2, partial(launched, server))
+
+    client = server.client()
+
+    def key(file: str) -> dict[str, str]:
+        directory = llama.relative_to(local).as_posix()
+        return {"Bucket": BUCKET, "Key": f"{PREFIX}/{layout.file_key(directory, file)}"}
+
+    # Last: each leaves the artifact worse.
+    data = (llama / "model.tensors").read_bytes()
+    proxy.dead = proxy.dies_of_cuts = False
+    proxy.cuts.extend([400_000])
+    proxy.on_cut = lambda: client.put_object(**key("model.tensors"), Body=flip(data))
+    reloaded("replaced in the middle", llama, through)
+    client.delete_object(**key("model.tensors"))
+    reloaded("gone", llama, settings(server))
+    client.put_object(**key("config.json"), Body=b"{}")
+    reloaded("other config", llama, settings(server))
+    client.delete_object(**key("config.json"))
+    reloaded("no config", llama, settings(server))
+
+
+roots = [ROOT]
+
+
+@contextmanager
+def another_root(root: str) -> Generator[None]:
+    roots.append(root)
+    yield
+    roots.pop()
 
 
 @contextmanager
@@ -260,8 +339,15 @@ def alone(server: LocalS3, llama: Path, out: Path, found: dict[str, Any]) -> Non
     credentials = S3Credentials(server.access_key, server.secret_key)
     data = (llama / "model.tensors").read_bytes()
 
-    def access(name: str, endpoint: str | None = None, secret: str | None = None) -> None:
-        given = S3Settings(endpoint_url=endpoint or server.endpoint, region=REGION, max_attempts=1)
+    def access(
+        name: str, endpoint: str | None = None, secret: str | None = None, url: str | None = None
+    ) -> None:
+        given = S3Settings(
+            endpoint_url=endpoint or server.endpoint,
+            region=REGION,
+            max_attempts=1,
+            reload_url=url,
+        )
         path = out / f"{name}.json"
         keys = S3Credentials(server.access_key, secret) if secret else credentials
         S3Access(given, keys).write(path)
@@ -293,9 +379,23 @@ def alone(server: LocalS3, llama: Path, out: Path, found: dict[str, Any]) -> Non
         case("replaced", replaced)
     access("wrong", secret="wrong")
     case("wrong key", whole)
+    access("wrong, presigned", secret="wrong", url="presigned")
+    case("wrong key, presigned", whole)
+
+    access("presigned", url="presigned")
+    case("missing, presigned", f"s3://{BUCKET}/missing.tensors")
+    streams._SIGNED_FOR_S, before = 2, streams._SIGNED_FOR_S
+    with before_the_model(lambda: time.sleep(3)):
+        case("signed for too short", whole)
+    streams._SIGNED_FOR_S = before
 
     proxy = CuttingProxy(urlsplit(server.endpoint).port or 0)
     access("proxy", endpoint=f"http://127.0.0.1:{proxy.port}")
+    proxy.refusals = 1
+    case("not there at first", whole)
+    proxy.refusals = 99
+    case("not there at all", whole)
+    proxy.refusals = 0
     with attempts(1):
         proxy.cuts.extend([600_000])
         case("begun again", whole)
