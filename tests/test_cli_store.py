@@ -73,18 +73,22 @@ def test_json_is_one_document(home: Path, s3: LocalS3, s3_root: str) -> None:
     assert {"works"} == {verb["status"] for verb in report["verbs"]}
 
 
-def test_options_go_before_the_catalog(home: Path, s3: LocalS3, s3_root: str) -> None:
-    """To try a setting before it is written down."""
-    options = ("--region", "us-east-1", "--addressing", "path", "--checksums", "when_required")
-    done = check(home, s3_root, *options, "--endpoint-url", s3.endpoint, "--json", server=s3)
+def test_options_go_before_the_catalog(tmp_path: Path, s3: LocalS3, s3_root: str) -> None:
+    """To try a setting before it is written down: none of the catalog's would work."""
+    text = CATALOG.format(root=s3_root, endpoint="http://127.0.0.1:9")
+    wrong = text.replace("region:", "addressing: virtual, checksums: when_supported, region:")
+    (tmp_path / "models.yaml").write_text(wrong)
+    options = ("--region", "us-west-7", "--addressing", "path", "--checksums", "when_required")
+    done = check(tmp_path, s3_root, *options, "--endpoint-url", s3.endpoint, "--json", server=s3)
 
-    facts = json.loads(done.stdout)["facts"]
+    report = json.loads(done.stdout)
+    assert report["healthy"]
     assert {
         "endpoint": s3.endpoint,
-        "region": "us-east-1",
+        "region": "us-west-7",
         "addressing": "path",
         "checksums": "Content-MD5 (when_required)",
-    } == facts
+    } == report["facts"]
 
 
 def test_without_a_catalog_the_environment_leads(tmp_path: Path, s3: LocalS3, s3_root: str) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from tensorize_assets.core import layout
-from tensorize_assets.core.errors import ConflictError, StoreError
+from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.jsonio import MAX_BYTES
 from tensorize_assets.core.store import (
     CHUNK_BYTES,
@@ -29,6 +29,7 @@ from tensorize_assets.core.store import (
     Hasher,
     Store,
     StoredObject,
+    conflict,
     explained,
     read_chunks,
     require_same,
@@ -76,7 +77,7 @@ class LocalStore:
                     os.fsync(source.fileno())
                 with self._locked(key):
                     os.replace(path, target)
-                    _sync_folder(target.parent)
+                    sync_folder(target.parent)
             return found
         found = self._put(key, given, size, sha256, str(path))
         if move:
@@ -110,7 +111,7 @@ class LocalStore:
                         if if_match is not None:
                             self._require_etag(key, if_match)
                         os.replace(temp, target)
-                _sync_folder(target.parent)
+                sync_folder(target.parent)
         return _etag(data)
 
     def get_bytes(self, key: str) -> StoredObject | None:
@@ -163,12 +164,12 @@ class LocalStore:
             _make_folder(target.parent)
             _sweep(target.parent, 0)
             with _hidden_file(target.parent) as (temp, descriptor):
-                if not _copy_in_kernel(stream.fileno(), descriptor):
+                if not copy_in_kernel(stream.fileno(), descriptor):
                     return False
                 os.fsync(descriptor)
                 with self._locked(key):
                     os.replace(temp, target)
-                    _sync_folder(target.parent)
+                    sync_folder(target.parent)
         return True
 
     def stat(self, key: str) -> int | None:
@@ -194,7 +195,7 @@ class LocalStore:
                 return
             with self._locked(key):
                 path.unlink(missing_ok=True)
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
 
     def sweep(self, prefix: str, older_than_s: float) -> int:
         folder, _, name = prefix.rpartition("/")
@@ -228,7 +229,7 @@ class LocalStore:
                 os.fsync(descriptor)
                 with self._locked(key):
                     os.replace(temp, target)
-                    _sync_folder(target.parent)
+                    sync_folder(target.parent)
         return found
 
     def _path(self, key: str) -> Path:
@@ -245,10 +246,8 @@ class LocalStore:
 
     def _require_etag(self, key: str, etag: str) -> None:
         current = self.get_bytes(key)
-        if current is None:
-            raise ConflictError(f"{self.uri(key)} was removed since it was read; read it again")
-        if current.etag != etag:
-            raise ConflictError(f"{self.uri(key)} changed since it was read; read it again")
+        if current is None or current.etag != etag:
+            raise conflict(self.uri(key), there=current is not None)
 
     @contextmanager
     def _locked(self, key: str) -> Generator[None]:
@@ -284,7 +283,7 @@ def new_file(path: Path, what: str) -> Generator[int]:
             yield descriptor
             os.fsync(descriptor)
             os.replace(temp, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
 
 
 class _Range(io.RawIOBase):
@@ -319,7 +318,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _copy_in_kernel(source: int, target: int) -> bool:
+def copy_in_kernel(source: int, target: int) -> bool:
     """Copy a whole file, sharing its blocks where the disk can; False where the kernel cannot."""
     try:
         while os.copy_file_range(source, target, _COPY_BYTES):
@@ -397,10 +396,11 @@ def _make_folder(folder: Path) -> None:
         return
     _make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder outlive a power cut. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -468,4 +468,4 @@ def _link_new(temp: Path, target: Path) -> None:
     try:
         os.link(temp, target)
     except FileExistsError:
-        raise ConflictError(f"{target} exists already; it is written once") from None
+        raise conflict(str(target), there=True, once=True) from None

@@ -9,41 +9,47 @@ from __future__ import annotations
 
 import http.client
 import io
-import logging
 import re
 import ssl
 import threading
-import urllib.request
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import tenacity
 import urllib3
 
 from tensorize_assets.core.errors import StoreError, StoreUnavailableError
+from tensorize_assets.core.s3 import like
 
 PART_BYTES = 16 * 1024 * 1024
 AHEAD = 4
 
 # Tries of one part, with 0.2 s to 5 s between them: longer than a server takes to restart.
-_ATTEMPTS = 6
+_ATTEMPTS = 10
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 5.0
+
+# A part is also given up when nothing arrived for so long, of it or of another: where every try
+# waits for its time-out, all of them would take an hour.
+_IDLE_S = 180.0
 
 # After each step of this many bytes a request asks whether anybody still waits for it.
 _STEP_BYTES = 1024 * 1024
 _CLOSE_WAIT_S = 5.0
 
-_CONNECT_TIMEOUT_S = 10.0
-_READ_TIMEOUT_S = 60.0
-_MAX_REDIRECTS = 5
+_WAIT = tenacity.wait_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S) + tenacity.wait_random(
+    0, _FIRST_WAIT_S
+)
 
 Stopped = Callable[[], bool]
+
+SIGNED = re.compile(r"\?\S*")
+"""The query of a URL, which may hold a signature."""
 
 
 class RangeSource(Protocol):
@@ -109,6 +115,7 @@ class RangedReader(io.BufferedIOBase):
         self._pool: ThreadPoolExecutor | None = None
         self._count_lock = threading.Lock()
         self._retries = 0
+        self._arrived = 0.0
 
     @property
     def retries(self) -> int:
@@ -222,15 +229,19 @@ class RangedReader(io.BufferedIOBase):
             error = state.outcome.exception() if state.outcome else None
             return isinstance(error, StoreUnavailableError) and not stop.is_set()
 
+        def enough(state: tenacity.RetryCallState) -> bool:
+            idle_s = time.monotonic() - max(state.start_time, self._arrived)
+            return state.attempt_number >= _ATTEMPTS or idle_s >= _IDLE_S
+
         tenacity.Retrying(
             retry=again,
-            stop=tenacity.stop_after_attempt(_ATTEMPTS),
-            wait=tenacity.wait_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S)
-            + tenacity.wait_random(0, _FIRST_WAIT_S),
+            stop=enough,
+            wait=_WAIT,
             sleep=tenacity.sleep_using_event(stop),
             before_sleep=self._count,
             reraise=True,
         )(self.source.read_into, start, buffer, stop.is_set)
+        self._arrived = time.monotonic()
 
     def _count(self, _: tenacity.RetryCallState) -> None:
         with self._count_lock:
@@ -268,7 +279,8 @@ class _Part:
 class S3Source:
     """An object in S3, pinned to its ETag.
 
-    `client` is boto3's; `explain` makes a context in which its errors become those of `errors`.
+    `client` is an S3Access's; `explain` makes a context in which its errors become those of
+    `errors`.
 
     Raises what `explain` raises when the object cannot be read.
     """
@@ -281,11 +293,18 @@ class S3Source:
         uri: str,
         explain: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._client = client
+        # Whoever reads counts the tries; boto3's own within each would multiply them.
+        self._client = like(client, retries={"mode": "standard", "total_max_attempts": 1})
         self._object = {"Bucket": bucket, "Key": key}
         self._explain = explain
         self.uri = uri
-        self.size, self.version = self._first()
+        self.size, self.version = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(StoreUnavailableError),
+            stop=tenacity.stop_after_attempt(client.meta.config.retries["total_max_attempts"])
+            | tenacity.stop_after_delay(_IDLE_S),
+            wait=_WAIT,
+            reraise=True,
+        )(self._first)
 
     def read_into(self, start: int, buffer: memoryview, stopped: Stopped) -> None:
         with self._explain():
@@ -297,19 +316,19 @@ class S3Source:
                 )
             except self._client.exceptions.ClientError as error:
                 if _status(error) in (412, 416):
-                    raise _replaced(self.uri) from None
+                    raise replaced(self.uri) from None
                 raise
             # The stream below boto3's: it copies what it reads once more.
             raw = answer["Body"]._raw_stream
             try:
                 # For stores that do not know the condition.
                 if answer["ETag"] != self.version:
-                    raise _replaced(self.uri)
-                _require_range(self.uri, answer.get("ContentRange"), start, buffer, self.size)
+                    raise replaced(self.uri)
+                require_range(self.uri, answer.get("ContentRange"), start, buffer, self.size)
             except BaseException:
                 raw.close()
                 raise
-            _fill(raw, buffer, self.uri, stopped)
+            fill(raw, buffer, self.uri, stopped)
 
     def _first(self) -> tuple[int, str]:
         with self._explain():
@@ -323,93 +342,14 @@ class S3Source:
                 answer = self._client.head_object(**self._object)
                 return answer["ContentLength"], answer["ETag"]
             answer["Body"].read()
-            return _total(self.uri, answer.get("ContentRange")), answer["ETag"]
+            return total_of(self.uri, answer.get("ContentRange")), answer["ETag"]
 
 
 def _status(error: Any) -> int | None:
     return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
 
 
-class HttpSource:
-    """An object at an http(s) URL of a server that knows ranges.
-
-    The URL may be signed: its query is in no message and no log. Redirects are followed, but
-    not from https to http. `ca_bundle` is a file of certificates to trust instead of the system's.
-
-    Raises StoreError when the object cannot be read, StoreUnavailableError when a later try may
-    help.
-    """
-
-    def __init__(self, url: str, *, ca_bundle: str | None = None) -> None:
-        self._url = url
-        self.uri = without_query(url)
-        _hide_queries()
-        self._pool = _pool(url, ca_bundle)
-        self._etag: str | None = None
-        self.size, self.version = self._first()
-
-    def read_into(self, start: int, buffer: memoryview, stopped: Stopped) -> None:
-        raw = self._get(start, start + len(buffer) - 1)
-        try:
-            if raw.status != 206:
-                raise _refusal(self.uri, raw)
-            if _version(raw.headers) != self.version:
-                raise _replaced(self.uri)
-            _require_range(self.uri, raw.headers.get("Content-Range"), start, buffer, self.size)
-        except BaseException:
-            raw.close()
-            raise
-        _fill(raw, buffer, self.uri, stopped)
-
-    def _first(self) -> tuple[int, str]:
-        raw = self._get(0, 0)
-        self._etag = raw.headers.get("ETag")
-        content_range = raw.headers.get("Content-Range")
-        try:
-            if raw.status == 416 and content_range == "bytes */0":
-                return 0, _version(raw.headers)
-            if raw.status != 206:
-                raise _refusal(self.uri, raw)
-            return _total(self.uri, content_range), _version(raw.headers)
-        finally:
-            raw.drain_conn()
-
-    def _get(self, first: int, last: int) -> urllib3.BaseHTTPResponse:
-        headers = {"Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
-        # A weak ETag must not stand in If-Match.
-        if self._etag is not None and not self._etag.startswith("W/"):
-            headers["If-Match"] = self._etag
-        url = self._url
-        for _ in range(_MAX_REDIRECTS + 1):
-            try:
-                raw = self._pool.request(
-                    "GET", url, headers=headers, preload_content=False, redirect=False
-                )
-            except (urllib3.exceptions.HTTPError, OSError) as error:
-                # Not chained: urllib3's errors may hold the whole URL.
-                raise _trouble(self.uri, error) from None
-            target = raw.get_redirect_location()
-            if not target:
-                return raw
-            raw.close()
-            before, url = url, urljoin(url, target)
-            if urlsplit(url).scheme not in {"https", urlsplit(before).scheme}:
-                raise StoreError(
-                    f"{self.uri} redirects to {without_query(url)}, which is not https; give a "
-                    "URL that answers by itself"
-                )
-        raise StoreError(
-            f"{self.uri} redirects more than {_MAX_REDIRECTS} times; give a URL that answers itself"
-        )
-
-
-def without_query(url: str) -> str:
-    """Return a URL as it may be shown: signatures are in queries, passwords before the host."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def _fill(raw: urllib3.BaseHTTPResponse, buffer: memoryview, uri: str, stopped: Stopped) -> None:
+def fill(raw: urllib3.BaseHTTPResponse, buffer: memoryview, uri: str, stopped: Stopped) -> None:
     """Read a response into `buffer`, and hand its connection back for the next request."""
     # urllib3's own readinto makes a bytes object of everything first; http.client's receives
     # into the buffer.
@@ -429,14 +369,14 @@ def _fill(raw: urllib3.BaseHTTPResponse, buffer: memoryview, uri: str, stopped: 
             done += count
     except (OSError, http.client.HTTPException, urllib3.exceptions.HTTPError) as error:
         raw.close()
-        raise _trouble(uri, error) from None
+        raise trouble(uri, error) from None
     except BaseException:
         raw.close()
         raise
     raw.release_conn()
 
 
-def _trouble(uri: str, error: Exception) -> StoreError:
+def trouble(uri: str, error: Exception) -> StoreError:
     reason: BaseException = error
     while isinstance(inner := getattr(reason, "reason", None), BaseException):
         reason = inner
@@ -447,35 +387,14 @@ def _trouble(uri: str, error: Exception) -> StoreError:
             f"{uri}: the server's certificate is not trusted; name the certificates to trust in "
             "`ca_bundle` or the variable AWS_CA_BUNDLE"
         )
-    said = _SIGNED.sub("?…", str(reason))
+    said = SIGNED.sub("?…", str(reason))
     return StoreUnavailableError(
         f"reading {uri} failed: {type(reason).__name__}: {said}; is the server, or the way to it, "
         "in trouble?"
     )
 
 
-def _refusal(uri: str, raw: urllib3.BaseHTTPResponse) -> StoreError:
-    status = raw.status
-    if status == 200:
-        return StoreError(
-            f"{uri}: the server knows no ranges, and a broken read could not go on; serve the "
-            "object from one that does (S3, nginx, Apache, Caddy do)"
-        )
-    if status in (412, 416):
-        return _replaced(uri)
-    if status in (401, 403):
-        return StoreError(
-            f"{uri}: the server refuses ({status}); is the object public, or its signed URL "
-            "expired or made with a wrong key?"
-        )
-    if status in (404, 410):
-        return StoreError(f"{uri} does not exist ({status}); build it again, or correct the URL")
-    if status in (408, 425, 429) or status >= 500:
-        return StoreUnavailableError(f"{uri}: the server answered {status}; try again later")
-    return StoreError(f"{uri}: the server answered {status} to a ranged GET")
-
-
-def _replaced(uri: str) -> StoreError:
+def replaced(uri: str) -> StoreError:
     return StoreError(
         f"{uri} was replaced while it was read; read it again. Objects of a build never change: "
         "who wrote it?"
@@ -483,10 +402,9 @@ def _replaced(uri: str) -> StoreError:
 
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-_SIGNED = re.compile(r"\?\S*")
 
 
-def _total(uri: str, content_range: str | None) -> int:
+def total_of(uri: str, content_range: str | None) -> int:
     match = _CONTENT_RANGE.fullmatch(content_range or "")
     if match is None:
         raise StoreError(
@@ -496,7 +414,7 @@ def _total(uri: str, content_range: str | None) -> int:
     return int(match[3])
 
 
-def _require_range(
+def require_range(
     uri: str, content_range: str | None, start: int, buffer: memoryview, size: int
 ) -> None:
     expected = f"bytes {start}-{start + len(buffer) - 1}/{size}"
@@ -505,44 +423,3 @@ def _require_range(
             f"{uri}: asked for {expected}, the server sent {content_range}; was the object "
             "replaced while it was read?"
         )
-
-
-def _version(headers: Mapping[str, str]) -> str:
-    return headers.get("ETag") or headers.get("Last-Modified") or ""
-
-
-def _pool(url: str, ca_bundle: str | None) -> urllib3.PoolManager:
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise StoreError(f"{without_query(url)} is no http(s) URL")
-    settings: dict[str, Any] = {
-        "retries": False,
-        "maxsize": 16,
-        "timeout": urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=_READ_TIMEOUT_S),
-    }
-    if ca_bundle is not None:
-        settings["ca_certs"] = ca_bundle
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and not urllib.request.proxy_bypass(parts.hostname):
-        return urllib3.ProxyManager(proxy, **settings)
-    return urllib3.PoolManager(**settings)
-
-
-class _WithoutQueries(logging.Filter):
-    """Cuts signatures out of urllib3's debug log, which names each request's path and query."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if isinstance(record.args, tuple):
-            record.args = tuple(
-                _SIGNED.sub("?…", value) if isinstance(value, str) else value
-                for value in record.args
-            )
-        return True
-
-
-_FILTER = _WithoutQueries()
-
-
-def _hide_queries() -> None:
-    # Adding the same filter twice does nothing.
-    logging.getLogger("urllib3.connectionpool").addFilter(_FILTER)

@@ -7,8 +7,6 @@ aborts the upload. What a killed run left is aborted by the next put of the same
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib
 import io
 import mmap
@@ -17,10 +15,9 @@ import queue
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,16 +26,33 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import tenacity
 
 from tensorize_assets.core import layout
-from tensorize_assets.core.errors import ConflictError, StoreError, StoreUnavailableError
+from tensorize_assets.core.errors import StoreError, StoreUnavailableError
 from tensorize_assets.core.jsonio import MAX_BYTES
 from tensorize_assets.core.local_store import new_file
 from tensorize_assets.core.ranged import RangedReader, S3Source, Stopped
-from tensorize_assets.core.s3 import S3Access, code_of, explained, split_uri
+from tensorize_assets.core.s3 import (
+    S3Access,
+    algorithm,
+    checksum,
+    like,
+    split_uri,
+    sums_by_md5,
+)
+from tensorize_assets.core.s3_errors import (
+    ABSENT,
+    DENIED,
+    LACKING,
+    REFUSED,
+    UNSAFE,
+    code_of,
+    explained,
+)
 from tensorize_assets.core.store import (
     FileDigest,
     Hasher,
     Store,
     StoredObject,
+    conflict,
     read_chunks,
     require_same,
 )
@@ -53,6 +67,9 @@ _BUFFERS_BYTES = 160 * _MiB
 
 _STEP_BYTES = 1024 * 1024
 
+# Metadata of an object that went up in parts: which upload it came from.
+_MARK = "tensorize-assets-upload"
+
 # S3's own limits.
 _MAX_PARTS = 10_000
 _MAX_COPY_BYTES = 5 * 1024 * _MiB
@@ -60,9 +77,12 @@ _COPY_PART_BYTES = 256 * _MiB
 
 _CONFLICT_ATTEMPTS = 5
 
-_ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
-_CANNOT = frozenset({"NotImplemented", "501", "MethodNotAllowed", "AccessDenied", "403"})
-_REFUSED = frozenset({"PreconditionFailed", "412"})
+# A worker that is told to stop is killed 10 s later. So much is spent on parts on their way, and
+# then on aborting their upload, each try of it so long at most.
+_STOP_WAIT_S = 1.0
+_ABORT_TIMEOUT_S = 2.0
+_ABORT_ATTEMPTS = 2
+
 _AT_ONCE = frozenset({"ConditionalRequestConflict", "409"})
 
 # Servers and buckets that were seen to honour conditional writes, by this process.
@@ -110,9 +130,9 @@ class S3Store:
     ) -> str:
         if not if_absent and if_match is None:
             with self._explained("put", key):
-                return self._client.put_object(**self._at(key), Body=data, **self._sum(data))[
-                    "ETag"
-                ]
+                return self._client.put_object(
+                    **self._at(key), Body=data, **checksum(self._client, data)
+                )["ETag"]
         if not self._honours_conditions():
             self._compare_unsafely(key, if_match)
             return self.put_bytes(key, data)
@@ -121,9 +141,9 @@ class S3Store:
             try:
                 return self._put_if(key, data, condition)
             except self._client.exceptions.ClientError as error:
-                if code_of(error) not in _REFUSED | _AT_ONCE | _ABSENT:
+                if code_of(error) not in REFUSED | _AT_ONCE | ABSENT:
                     raise
-                if code_of(error) in _ABSENT and self._bucket_is_missing():
+                if code_of(error) in ABSENT and self._bucket_is_missing():
                     raise
         return self._etag_if_ours(key, data, if_absent)
 
@@ -143,7 +163,11 @@ class S3Store:
         hasher = Hasher()
         room = memoryview(bytearray(_STEP_BYTES))
         with new_file(path, self.uri(key)) as descriptor:
-            with RangedReader(_Tee(self._source(key), descriptor)) as stream:
+            # Left in this order: what the reader does not wait for writes nothing afterwards.
+            with (
+                closing(_Tee(self._source(key), descriptor)) as source,
+                RangedReader(source) as stream,
+            ):
                 while count := stream.readinto1(room):
                     hasher.update(room[:count])
             found = hasher.digest()
@@ -166,8 +190,8 @@ class S3Store:
         head = origin._head(source_key)
         if head is None:
             raise StoreError(f"{origin.uri(source_key)} does not exist; build it again")
-        size, etag = head
-        copy_from = {"CopySource": origin._at(source_key), "CopySourceIfMatch": etag}
+        size: int = head["ContentLength"]
+        copy_from = {"CopySource": origin._at(source_key), "CopySourceIfMatch": head["ETag"]}
         try:
             with self._raw("copy", key):
                 if size <= _MAX_COPY_BYTES:
@@ -175,27 +199,24 @@ class S3Store:
                 else:
                     self._copy_parts(key, copy_from, size)
         except _Code as error:
-            if error.code in _CANNOT:
+            if error.code in DENIED | LACKING:
                 return False
             raise error.meaning from None
         return True
 
     def stat(self, key: str) -> int | None:
         head = self._head(key)
-        return None if head is None else head[0]
+        return None if head is None else head["ContentLength"]
 
     def list(self, prefix: str) -> tuple[str, ...]:
         folder, _, _ = prefix.rpartition("/")
         if folder:
             layout.check_key(folder)
-        start = self._full(prefix)
         skip = len(self._full(""))
         with self._explained("list", prefix):
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=start
-            )
-            found = [entry["Key"][skip:] for page in pages for entry in page.get("Contents", ())]
-        return tuple(sorted(key for key in found if not _is_hidden(key)))
+            found = [entry["Key"][skip:] for entry in self._entries(prefix)]
+        # Consoles mark folders by objects named with a slash at the end.
+        return tuple(sorted(key for key in found if not key.endswith("/") and not _is_ours(key)))
 
     def delete(self, key: str) -> None:
         with self._explained("delete", key):
@@ -207,11 +228,19 @@ class S3Store:
         for upload in self._uploads(prefix):
             if upload.begun <= latest:
                 count += self._abort(upload.key, upload.id)
-        return count
+        return count + self._sweep_hidden(prefix, latest)
 
     def local_path(self, key: str) -> Path | None:
         layout.check_key(key)
         return None
+
+    def _entries(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """Yield what S3 lists under `prefix`, with S3's own errors."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=self._full(prefix)
+        )
+        for page in pages:
+            yield from page.get("Contents", ())
 
     # Where
 
@@ -258,17 +287,16 @@ class S3Store:
             and self.access.settings.profile == origin.access.settings.profile
         )
 
-    def _head(self, key: str) -> tuple[int, str] | None:
+    def _head(self, key: str) -> dict[str, Any] | None:
         try:
             with self._raw("get", key):
-                answer = self._client.head_object(**self._at(key))
+                return self._client.head_object(**self._at(key))
         except _Code as error:
-            if error.code not in _ABSENT:
+            if error.code not in ABSENT:
                 raise error.meaning from None
             # The answer to HEAD does not say which of the two is missing.
             self._require_bucket(key)
             return None
-        return answer["ContentLength"], answer["ETag"]
 
     @cached_property
     def _seen(self) -> threading.Event:
@@ -324,9 +352,13 @@ class S3Store:
             stop=tenacity.stop_after_attempt(_CONFLICT_ATTEMPTS),
             wait=tenacity.wait_random_exponential(0.05, max=1),
             reraise=True,
-        )(self._client.put_object, **self._at(key), Body=data, **self._sum(data), **condition)[
-            "ETag"
-        ]
+        )(
+            self._client.put_object,
+            **self._at(key),
+            Body=data,
+            **checksum(self._client, data),
+            **condition,
+        )["ETag"]
 
     def _etag_if_ours(self, key: str, data: bytes, if_absent: bool) -> str:
         """Return the ETag of what is there if it is what was written; else ConflictError.
@@ -337,21 +369,12 @@ class S3Store:
         current = self.get_bytes(key)
         if current is not None and current.data == data:
             return current.etag
-        if if_absent:
-            raise ConflictError(f"{self.uri(key)} exists already; it is written once")
-        if current is None:
-            raise ConflictError(f"{self.uri(key)} was removed since it was read; read it again")
-        raise ConflictError(f"{self.uri(key)} changed since it was read; read it again")
+        raise conflict(self.uri(key), there=current is not None, once=if_absent)
 
     def _compare_unsafely(self, key: str, if_match: str | None) -> None:
         current = self.get_bytes(key)
-        if if_match is None:
-            if current is not None:
-                raise ConflictError(f"{self.uri(key)} exists already; it is written once")
-        elif current is None:
-            raise ConflictError(f"{self.uri(key)} was removed since it was read; read it again")
-        elif current.etag != if_match:
-            raise ConflictError(f"{self.uri(key)} changed since it was read; read it again")
+        if (None if current is None else current.etag) != if_match:
+            raise conflict(self.uri(key), there=current is not None, once=if_match is None)
 
     def _honours_conditions(self) -> bool:
         """Say whether conditional writes decide races here; proven once a process.
@@ -368,53 +391,47 @@ class S3Store:
             return True
         if self.access.settings.unsafe_no_cas:
             return False
-        raise StoreError(
-            f"{self.root} at {self.access.endpoint} {reason}, so that two runs at once could "
-            "overwrite each other's publication: use a server that honours If-None-Match and "
-            "If-Match, or take the risk with `s3.unsafe_no_cas: true`"
-        )
+        raise StoreError(f"{self.root} at {self.access.endpoint} {reason}, so that {UNSAFE}")
 
     def _why_not(self) -> str | None:
         """Return how the server fails at conditional writes, or None."""
-        probe = f"{layout.HIDDEN_PREFIX}probe-{uuid.uuid4().hex}"
+        # One name for everybody: whoever cannot remove it leaves one object, and the next finds it.
+        probe = f"{layout.HIDDEN_PREFIX}probe"
         at = {"Bucket": self._bucket, "Key": self._full(probe)}
-        versions: list[str] = []
+        made: list[dict[str, str]] = []
 
         def put(**condition: str) -> str:
             """Return S3's code of a refusal; empty when it was written."""
             try:
                 with self._raw("put", probe):
-                    answer = self._client.put_object(**at, Body=b"", **self._sum(b""), **condition)
+                    answer = self._client.put_object(
+                        **at, Body=b"", **checksum(self._client, b""), **condition
+                    )
             except _Code as error:
-                if error.code in _REFUSED | {"NotImplemented", "501", "InvalidArgument", "400"}:
+                if error.code in REFUSED | ABSENT | LACKING | {"InvalidArgument", "400"}:
                     return error.code
                 raise error.meaning from None
-            if "VersionId" in answer:
-                versions.append(answer["VersionId"])
+            made.append({"VersionId": answer["VersionId"]} if "VersionId" in answer else {})
             return ""
 
         try:
+            # Refused at once where another run is at it, or one left it: that is proof as well.
+            # Who made it is the only one to remove it, so that it is there for the second try.
             first = put(IfNoneMatch="*")
-            if first:
+            if first and first not in REFUSED:
                 return f"refuses conditional writes ({first})"
-            if put(IfNoneMatch="*") not in _REFUSED:
+            if not first and put(IfNoneMatch="*") not in REFUSED:
                 return "does not honour If-None-Match on PUT"
-            if put(IfMatch='"00000000000000000000000000000000"') not in _REFUSED:
+            if put(IfMatch='"00000000000000000000000000000000"') not in REFUSED | ABSENT:
                 return "does not honour If-Match on PUT"
             return None
         finally:
-            self._remove_probe(at, versions)
-
-    def _remove_probe(self, at: dict[str, str], versions: list[str]) -> None:
-        exceptions: Any = importlib.import_module("botocore.exceptions")
-        errors = (exceptions.ClientError, exceptions.BotoCoreError)
-        # By their versions, so that a versioned bucket keeps nothing of it.
-        for version in versions:
-            with suppress(*errors):
-                self._client.delete_object(**at, VersionId=version)
-        if not versions:
-            with suppress(*errors):
-                self._client.delete_object(**at)
+            exceptions: Any = importlib.import_module("botocore.exceptions")
+            # By its version, so that a versioned bucket keeps nothing of it. Where that is not
+            # allowed it stays: a marker from each process would only be more.
+            for version in made if made and made[0] else made[:1]:
+                with suppress(exceptions.ClientError, exceptions.BotoCoreError):
+                    self._client.delete_object(**at, **version)
 
     # Large objects
 
@@ -446,7 +463,7 @@ class S3Store:
         at = self._at(key)
         # Asked before ours begins, so that no upload that begins after it is taken for a dead one.
         orphans = [upload for upload in self._uploads(key, "put") if upload.key == at["Key"]]
-        upload = {**at, "UploadId": self._begin(key)}
+        upload, mark = self._begin(key)
         try:
             with _Sender(partial(self._send_part, key, upload), size, part_bytes) as sender:
                 for chunk in _upto(size, chunks, hasher):
@@ -454,44 +471,50 @@ class S3Store:
                 parts = sender.finish()
             found = hasher.digest()
             require_same(found, size, sha256, source, self.uri(key))
-            self._complete(key, upload, parts)
+            self._complete(key, upload, parts, mark)
         except BaseException:
-            self._abort(at["Key"], upload["UploadId"])
+            self._abort_at_once(at["Key"], upload["UploadId"])
             raise
         for orphan in orphans:
             self._abort(orphan.key, orphan.id)
         return found
 
-    def _begin(self, key: str) -> str:
-        algorithm = {} if self._sums_by_md5 else {"ChecksumAlgorithm": "CRC32"}
+    def _begin(self, key: str) -> tuple[dict[str, str], str]:
+        """Begin an upload; return what names it, and the mark that its object will have."""
+        mark = uuid.uuid4().hex
+        at = self._at(key)
         with self._explained("put", key):
-            return self._client.create_multipart_upload(**self._at(key), **algorithm)["UploadId"]
+            answer = self._client.create_multipart_upload(
+                **at, Metadata={_MARK: mark}, **algorithm(self._client)
+            )
+        return {**at, "UploadId": answer["UploadId"]}, mark
 
     def _send_part(
-        self, key: str, upload: dict[str, str], number: int, data: memoryview
+        self, key: str, upload: dict[str, str], number: int, body: _Body
     ) -> dict[str, Any]:
-        checksum = self._sum(data)
+        sums = checksum(self._client, body.data)
         with self._explained("put", key):
-            answer = self._client.upload_part(
-                **upload, PartNumber=number, Body=_Body(data), **checksum
-            )
+            answer = self._client.upload_part(**upload, PartNumber=number, Body=body, **sums)
         part = {"PartNumber": number, "ETag": answer["ETag"]}
-        return part if self._sums_by_md5 else {**part, **checksum}
+        return part if sums_by_md5(self._client) else {**part, **sums}
 
-    def _complete(self, key: str, upload: dict[str, str], parts: list[dict[str, Any]]) -> None:
+    def _complete(
+        self, key: str, upload: dict[str, str], parts: list[dict[str, Any]], mark: str
+    ) -> None:
         try:
             with self._raw("put", key):
                 self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
         except _Code as error:
-            # It may have been completed by an attempt whose answer was lost.
+            # It may have been completed by an attempt whose answer was lost. Not told by the
+            # ETag: where objects are encrypted it is made of nothing that is known here.
             if error.code == "NoSuchUpload":
                 head = self._head(key)
-                if head is not None and head[1] == _multipart_etag(parts):
+                if head is not None and head["Metadata"].get(_MARK) == mark:
                     return
             raise error.meaning from None
 
     def _copy_parts(self, key: str, copy_from: dict[str, Any], size: int) -> None:
-        upload = {**self._at(key), "UploadId": self._begin(key)}
+        upload, mark = self._begin(key)
         part_bytes = max(_COPY_PART_BYTES, _round_up(-(-size // _MAX_PARTS), _MiB))
 
         def copy_part(number: int) -> dict[str, Any]:
@@ -513,9 +536,9 @@ class S3Store:
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
-            self._complete(key, upload, parts)
+            self._complete(key, upload, parts, mark)
         except BaseException:
-            self._abort(upload["Key"], upload["UploadId"])
+            self._abort_at_once(upload["Key"], upload["UploadId"])
             raise
 
     def _uploads(self, prefix: str, verb: str = "list uploads of") -> list[_Upload]:
@@ -531,33 +554,51 @@ class S3Store:
                     for entry in page.get("Uploads", ())
                 ]
         except _Code as error:
-            if error.code in _CANNOT:
+            if error.code in DENIED | LACKING:
                 return []
             raise error.meaning from None
 
-    def _abort(self, key: str, upload: str) -> bool:
+    def _abort_at_once(self, key: str, upload: str) -> None:
+        """Abort an upload before whoever wants this process to end kills it."""
+        client = like(
+            self._client,
+            retries={"mode": "standard", "total_max_attempts": _ABORT_ATTEMPTS},
+            connect_timeout=_ABORT_TIMEOUT_S,
+            read_timeout=_ABORT_TIMEOUT_S,
+        )
+        self._abort(key, upload, client)
+
+    def _abort(self, key: str, upload: str, client: Any = None) -> bool:
         """Abort an upload; one that cannot be aborted now is by the next put of the object."""
         exceptions: Any = importlib.import_module("botocore.exceptions")
+        client = client or self._client
         try:
-            self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
+            client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
         except (exceptions.ClientError, exceptions.BotoCoreError):
             return False
         return True
 
-    # Checksums
-
-    @property
-    def _sums_by_md5(self) -> bool:
-        return self._client.meta.config.request_checksum_calculation == "when_required"
-
-    def _sum(self, data: bytes | memoryview) -> dict[str, str]:
-        """Return the checksum that the server compares with what arrives."""
-        # Given, boto3 computes none: its own would be sent after the data, in a form that many
-        # servers do not know.
-        if self._sums_by_md5:
-            md5 = hashlib.md5(data, usedforsecurity=False).digest()
-            return {"ContentMD5": base64.b64encode(md5).decode()}
-        return {"ChecksumCRC32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()}
+    def _sweep_hidden(self, prefix: str, latest: float) -> int:
+        """Remove hidden objects of before `latest`; those that may not be removed stay."""
+        exceptions: Any = importlib.import_module("botocore.exceptions")
+        try:
+            with self._raw("list", prefix):
+                found = [
+                    entry["Key"]
+                    for entry in self._entries(prefix)
+                    if _is_ours(entry["Key"][len(self._full("")) :])
+                    and entry["LastModified"].timestamp() <= latest
+                ]
+        except _Code as error:
+            if error.code in DENIED | LACKING:
+                return 0
+            raise error.meaning from None
+        count = 0
+        for key in found:
+            with suppress(exceptions.ClientError, exceptions.BotoCoreError):
+                self._client.delete_object(Bucket=self._bucket, Key=key)
+                count += 1
+        return count
 
 
 class _Upload(NamedTuple):
@@ -585,30 +626,46 @@ class _Tee:
     """A RangeSource that also writes what is read to its place in a file.
 
     The threads that fetch do the writing, so that whoever hashes the bytes in order need not.
+    Once closed it writes nothing: the descriptor's number may be another file's by then.
     """
 
     def __init__(self, source: S3Source, descriptor: int) -> None:
         self._source = source
         self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._closed = False
         self.uri = source.uri
         self.size = source.size
         self.version = source.version
 
     def read_into(self, start: int, buffer: memoryview, stopped: Stopped) -> None:
         self._source.read_into(start, buffer, stopped)
-        done = 0
-        while done < len(buffer):
-            done += os.pwrite(self._descriptor, buffer[done:], start + done)
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailableError(f"reading {self.uri} was given up")
+            # Of its own, so that threads write at once, and to this file whatever is closed.
+            descriptor = os.dup(self._descriptor)
+        try:
+            done = 0
+            while done < len(buffer):
+                done += os.pwrite(descriptor, buffer[done:], start + done)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
 
 
 class _Sender:
     """Fills buffers of one part each from chunks, and sends them from threads of its own.
 
-    Leaving the context waits for the parts on their way: the upload cannot be aborted before.
+    Leaving the context stops the parts on their way, and waits a moment for them: one that
+    arrives after its upload was aborted may be kept.
     """
 
     def __init__(
-        self, send: Callable[[int, memoryview], dict[str, Any]], size: int, part_bytes: int
+        self, send: Callable[[int, _Body], dict[str, Any]], size: int, part_bytes: int
     ) -> None:
         self._send = send
         self._part_bytes = part_bytes
@@ -623,14 +680,16 @@ class _Sender:
         self._filled = 0
         self._sent: list[Future[dict[str, Any]]] = []
         self._error: BaseException | None = None
-        self._stopped = False
+        self._stopped = threading.Event()
 
     def __enter__(self) -> _Sender:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stopped = True
-        self._pool.shutdown(cancel_futures=True)
+        self._stopped.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        # Not `shutdown`'s own wait: one that the network swallows takes minutes to end.
+        wait([part for part in self._sent if not part.cancelled()], timeout=_STOP_WAIT_S)
 
     def send(self, chunk: bytes) -> None:
         """Take the next bytes. Raises what a part before them failed with."""
@@ -666,10 +725,10 @@ class _Sender:
 
     def _run(self, number: int, buffer: mmap.mmap, length: int) -> dict[str, Any]:
         try:
-            if self._stopped or self._error is not None:
+            if self._stopped.is_set() or self._error is not None:
                 raise CancelledError
-            return self._send(number, memoryview(buffer)[:length])
-        except CancelledError:
+            return self._send(number, _Body(memoryview(buffer)[:length], self._stopped))
+        except (CancelledError, _Stop):
             raise
         except BaseException as error:
             self._error = self._error or error
@@ -682,14 +741,16 @@ class _Body(io.RawIOBase):
     """A part's bytes as the file that boto3 wants, without a copy of them.
 
     Given as bytes they are copied for each attempt, and once more for a signature made by awscrt.
+    Once `stopped` is set, neither the attempt nor another one goes on.
     """
 
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
+    def __init__(self, data: memoryview, stopped: threading.Event) -> None:
+        self.data = data
+        self._stopped = stopped
         self._position = 0
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self.data)
 
     def readable(self) -> bool:
         return True
@@ -701,23 +762,34 @@ class _Body(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}
+        self._require_wanted()
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.data)}
         self._position = base[whence] + offset
         return self._position
 
     def read(self, size: int | None = -1, /) -> bytes:
+        self._require_wanted()
         # http.client asks for 16 KiB a time and sends whatever it gets; between many threads,
         # each such step costs more than what it sends.
-        wanted = len(self._data) if size is None or size < 0 else max(size, _STEP_BYTES)
-        found = self._data[self._position : self._position + wanted]
+        wanted = len(self.data) if size is None or size < 0 else max(size, _STEP_BYTES)
+        found = self.data[self._position : self._position + wanted]
         self._position += len(found)
         return bytes(found)
 
     def readinto(self, buffer: Any, /) -> int:
-        found = self._data[self._position : self._position + len(buffer)]
+        self._require_wanted()
+        found = self.data[self._position : self._position + len(buffer)]
         buffer[: len(found)] = found
         self._position += len(found)
         return len(found)
+
+    def _require_wanted(self) -> None:
+        if self._stopped.is_set():
+            raise _Stop
+
+
+class _Stop(BaseException):
+    """A part is not wanted any more. boto3 would make a new attempt of any Exception."""
 
 
 def _upto(size: int, chunks: Iterable[bytes], hasher: Hasher) -> Iterator[bytes]:
@@ -733,13 +805,6 @@ def _round_up(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
-def _multipart_etag(parts: list[dict[str, Any]]) -> str:
-    """Return the ETag that S3 gives to an object made of these parts."""
-    joined = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in parts)
-    return f'"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"'
-
-
-def _is_hidden(key: str) -> bool:
-    """Say whether a key is the store's own, or a folder as consoles mark them."""
-    names = key.split("/")
-    return not names[-1] or any(name.startswith(layout.HIDDEN_PREFIX) for name in names)
+def _is_ours(key: str) -> bool:
+    """Say whether a key is the store's own, which no listing shows."""
+    return any(name.startswith(layout.HIDDEN_PREFIX) for name in key.split("/"))

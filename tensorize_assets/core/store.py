@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
-from tensorize_assets.core.errors import StoreError
+from tensorize_assets.core.errors import ConflictError, StoreError
 
 if TYPE_CHECKING:
     from tensorize_assets.core.s3 import S3Access
@@ -131,8 +131,8 @@ class Store(Protocol):
     def sweep(self, prefix: str, older_than_s: float) -> int:
         """Remove what killed writers left under `prefix`; return how many pieces that were.
 
-        On a disk these are files without a living writer, in S3 multipart uploads, all of them
-        begun more than `older_than_s` seconds ago.
+        On a disk these are files without a living writer, in S3 multipart uploads and hidden
+        objects, all of them begun more than `older_than_s` seconds ago.
         """
         ...
 
@@ -224,6 +224,17 @@ def require_same(
             f"{source} is not what belongs at {target}: its {found.size} bytes have SHA-256 "
             f"{found.sha256}, expected {sha256}; nothing was written there; make it again"
         )
+
+
+def conflict(what: str, *, there: bool, once: bool = False) -> ConflictError:
+    """Return the error of a conditional write that lost.
+
+    `there` says whether there is an object now, `once` whether none was to be.
+    """
+    if once:
+        return ConflictError(f"{what} exists already; it is written once")
+    how = "changed" if there else "was removed"
+    return ConflictError(f"{what} {how} since it was read; read it again")
 
 
 _ADVICE = {

@@ -17,6 +17,9 @@ from tensorize_assets.core.store import Store, digest
 
 # More streams do not read faster from one disk, and hashing takes a core each.
 _MAX_THREADS = 8
+# Of a store that is not on a disk each file is read by several requests at once, and 80 MiB of it
+# are held.
+_MAX_REMOTE_THREADS = 2
 
 
 class Problem(jsonio.Record):
@@ -83,7 +86,9 @@ def _verify(
         return _unread(where, "missing", f"{where} has no {layout.MANIFEST}: it is no artifact")
     entries = found.manifest.files
     check = partial(_check, store, directory)
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+    on_disk = store.local_path(layout.manifest_key(directory)) is not None
+    most = _MAX_THREADS if on_disk else _MAX_REMOTE_THREADS
+    with ThreadPoolExecutor(min(most, os.cpu_count() or 1)) as pool:
         findings = list(pool.map(check, entries))
     problems = [problem for problem in findings if problem]
     good = [entry for entry, problem in zip(entries, findings, strict=True) if not problem]

@@ -33,11 +33,12 @@ class Asked:
 
 @dataclass
 class Answer:
-    """An answer as it is sent back."""
+    """An answer as it is sent back; `halfway` is called when half of its body is."""
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
+    halfway: Callable[[], object] | None = None
 
     @staticmethod
     def refusal(status: int, code: str, message: str = "no", **more: str) -> Answer:
@@ -89,7 +90,11 @@ class S3Proxy:
                     self.send_header("Content-Length", str(len(answer.body)))
                 self.end_headers()
                 if self.command != "HEAD":
-                    self.wfile.write(answer.body)
+                    half = len(answer.body) // 2 if answer.halfway else 0
+                    self.wfile.write(answer.body[:half])
+                    if answer.halfway:
+                        answer.halfway()
+                    self.wfile.write(answer.body[half:])
 
             do_PUT = do_POST = do_HEAD = do_DELETE = do_GET
 
@@ -154,6 +159,21 @@ def proxy(s3: LocalS3) -> Iterator[S3Proxy]:
     running = S3Proxy(s3)
     yield running
     running.close()
+
+
+@pytest.fixture(scope="session")
+def s3_strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalS3]:
+    """A server that speaks https only, and knows users with some rights each.
+
+    A user's access key is its name, its secret key `NAME-secret-key`.
+    """
+    users = {"reader": ["Read", "List"], "writer": ["Write"], "lister": ["List"]}
+    with LocalS3(
+        tmp_path_factory.mktemp("s3-strict"),
+        tls=True,
+        identities=[(name, name, f"{name}-secret-key", acts) for name, acts in users.items()],
+    ) as running:
+        yield running
 
 
 @pytest.fixture

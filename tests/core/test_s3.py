@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -401,31 +402,43 @@ def test_an_endpoint_where_nobody_listens_may_be_up_later(
     assert re.search(rf"{s3_root}.*at {endpoint}.*is the server up", str(error))
 
 
-def test_a_host_that_does_not_exist_is_named(s3_root: str) -> None:
+def test_a_host_that_does_not_exist_is_named(s3_root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistyped endpoint."""
-    error = said(at("http://no-such-host.invalid:1", s3_root, "a", SECRETS[0]))
+
+    def unknown(host: Any, *args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, f"{host}: Name or service not known")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", unknown)
+        error = said(at("http://no-such-host.invalid:1", s3_root, "a", SECRETS[0]))
     assert re.search(r"no-such-host.invalid.*`s3.endpoint_url` right", str(error))
 
 
-@pytest.fixture(scope="module")
-def s3_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalS3]:
-    with LocalS3(tmp_path_factory.mktemp("s3-tls"), tls=True) as running:
-        running.create_bucket("secure")
-        yield running
+@pytest.fixture
+def secure(s3_strict: LocalS3) -> Iterator[str]:
+    """A root on the server that speaks https."""
+    bucket = f"secure-{uuid.uuid4().hex}"
+    s3_strict.create_bucket(bucket)
+    yield f"s3://{bucket}/p"
+    s3_strict.client().delete_bucket(Bucket=bucket)
 
 
-def test_a_certificate_that_is_not_trusted_says_what_to_set(s3_tls: LocalS3) -> None:
+def test_a_certificate_that_is_not_trusted_says_what_to_set(
+    s3_strict: LocalS3, secure: str
+) -> None:
     """A store inside a company has a certificate of the company."""
-    store = at(s3_tls.endpoint, "s3://secure/p", s3_tls.access_key, s3_tls.secret_key)
+    store = at(s3_strict.endpoint, secure, s3_strict.access_key, s3_strict.secret_key)
     error = said(store)
     assert re.search(r"certificate is not trusted.*`s3.ca_bundle` or AWS_CA_BUNDLE", str(error))
     assert not error.retryable
 
 
-def test_a_ca_bundle_is_trusted(s3_tls: LocalS3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ca_bundle_is_trusted(
+    s3_strict: LocalS3, secure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Set in the catalog or by the variable that every AWS tool knows."""
-    key = (s3_tls.endpoint, "s3://secure/p", s3_tls.access_key, s3_tls.secret_key)
-    bundle = str(s3_tls.ca_bundle)
+    key = (s3_strict.endpoint, secure, s3_strict.access_key, s3_strict.secret_key)
+    bundle = str(s3_strict.ca_bundle)
     store = at(*key, ca_bundle=bundle)
     data = os.urandom(20 << 20)
     store.put_stream("a", [data], size=len(data))
@@ -437,12 +450,12 @@ def test_a_ca_bundle_is_trusted(s3_tls: LocalS3, monkeypatch: pytest.MonkeyPatch
     assert "`ca_bundle` /nowhere/ca.pem is no file" in str(error)
 
 
-def test_https_and_http_are_not_mixed_up_silently(s3: LocalS3, s3_tls: LocalS3) -> None:
+def test_https_and_http_are_not_mixed_up_silently(s3: LocalS3, s3_strict: LocalS3) -> None:
     """A missing or extra `s` looks like a broken server."""
     wrong = at(s3.endpoint.replace("http:", "https:"), "s3://secure/p", "a", SECRETS[0])
     assert "https" in str(said(wrong))
-    wrong = at(s3_tls.endpoint.replace("https:", "http:"), "s3://secure/p", "a", SECRETS[0])
-    assert s3_tls.endpoint.removeprefix("https:") in str(said(wrong))
+    wrong = at(s3_strict.endpoint.replace("https:", "http:"), "s3://secure/p", "a", SECRETS[0])
+    assert s3_strict.endpoint.removeprefix("https:") in str(said(wrong))
 
 
 @pytest.mark.parametrize("act", ACTS)

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tensorize_assets.core import s3_store
+from tensorize_assets.core import ranged, s3_store
 from tensorize_assets.core.errors import ConflictError, StoreError, StoreUnavailableError
 from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings, split_uri
 from tensorize_assets.core.s3_store import S3Store
@@ -198,6 +200,82 @@ def test_an_interrupted_process_aborts_its_upload(
     assert ([], []) == (uploads(s3, store), everything(s3, store))
 
 
+def test_an_upload_is_aborted_while_its_parts_are_stuck(
+    through: Prepare, proxy: Any, s3: LocalS3, small_parts: int
+) -> None:
+    """A worker is killed 10 s after it was told to stop; a part may wait for minutes."""
+    store = through()
+    stuck, free = threading.Semaphore(0), threading.Event()
+
+    def before(asked: Any) -> None:
+        if is_part(asked):
+            stuck.release()
+            free.wait()
+
+    def chunks() -> Iterator[bytes]:
+        yield bytes(3 * small_parts)
+        for _ in range(3):
+            stuck.acquire()
+        raise KeyboardInterrupt
+
+    proxy.before = before
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.put_stream(KEY, chunks(), size=9 * small_parts)
+        # Nothing was let go yet.
+        assert [] == uploads(s3, store)
+        assert "DELETE" == proxy.asked[-1].method
+    finally:
+        free.set()
+
+
+def test_a_part_that_nobody_wants_any_more_goes_no_further(
+    through: Prepare, proxy: Any, refusal: Any, small_parts: int
+) -> None:
+    """boto3 would send it again, for as long as the server asks for patience."""
+    store = through(max_attempts=20)
+    refused = threading.Event()
+
+    def before(asked: Any) -> Any:
+        if not is_part(asked):
+            return None
+        refused.set()
+        return refusal(503, "SlowDown")
+
+    def chunks() -> Iterator[bytes]:
+        yield bytes(small_parts)
+        refused.wait()
+        raise KeyboardInterrupt
+
+    proxy.before = before
+    with pytest.raises(KeyboardInterrupt):
+        store.put_stream(KEY, chunks(), size=2 * small_parts)
+    for thread in threading.enumerate():
+        if thread.name.startswith("put_"):
+            thread.join()
+    assert sum(map(is_part, proxy.asked)) < 20
+
+
+def test_a_server_that_does_not_answer_an_abort_is_not_waited_for(
+    through: Prepare, proxy: Any, small_parts: int
+) -> None:
+    """Two tries; the next put of the object aborts it."""
+    store = through()
+    free = threading.Event()
+    proxy.before = lambda asked: free.wait() and None if asked.method == "DELETE" else None
+
+    def chunks() -> Iterator[bytes]:
+        yield bytes(small_parts)
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.put_stream(KEY, chunks(), size=2 * small_parts)
+        assert 2 == sum(asked.method == "DELETE" for asked in proxy.asked)
+    finally:
+        free.set()
+
+
 def test_what_a_killed_process_left_is_aborted_by_the_next_put_of_the_same_object(
     store: S3Store, s3: LocalS3, small_parts: int
 ) -> None:
@@ -237,6 +315,16 @@ def test_sweeping_aborts_old_uploads_under_a_prefix(store: S3Store, s3: LocalS3)
     assert ["b"] == uploads(s3, store)
 
 
+def test_sweeping_removes_old_hidden_objects(store: S3Store, s3: LocalS3) -> None:
+    """No listing shows them; a folder as a console makes it is not one."""
+    client = s3.client()
+    for key in ("a/.tmp-probe", "a/b/.tmp-check-1/large", "a/", "a/c", ".tmp-probe"):
+        client.put_object(**in_bucket(store, key), Body=b"")
+    assert 0 == store.sweep("a/", 3600)
+    assert 2 == store.sweep("a/", -2)
+    assert [".tmp-probe", "a/", "a/c"] == everything(s3, store)
+
+
 @pytest.mark.parametrize("checksums", [None, "when_required"])
 def test_a_part_damaged_on_the_way_is_refused(
     through: Prepare, proxy: Any, s3: LocalS3, small_parts: int, checksums: str | None
@@ -272,6 +360,73 @@ def test_an_upload_completed_by_a_request_whose_answer_was_lost_is_complete(
     found = store.put_stream(KEY, [data], size=len(data))
     assert found == digest(store, KEY)
     assert [] == uploads(s3, store)
+
+
+def test_the_upload_of_another_is_not_taken_for_ours(
+    through: Prepare, proxy: Any, s3: LocalS3, small_parts: int
+) -> None:
+    """The same bytes in as many parts, of a run that may yet remove them."""
+    store = through()
+    data = bytes(3 * small_parts)
+    S3Store(
+        store.root,
+        S3Access(
+            store.access.settings.model_copy(update={"endpoint_url": s3.endpoint}),
+            store.access.credentials,
+        ),
+    ).put_stream(KEY, [data], size=len(data))
+    ends = FirstTime(lambda asked: asked.method == "POST" and "uploadId=" in asked.target)
+
+    def before(asked: Any) -> None:
+        if ends(asked):
+            for upload in s3.client().list_multipart_uploads(Bucket=split_uri(store.root)[0])[
+                "Uploads"
+            ]:
+                s3.client().abort_multipart_upload(
+                    **in_bucket(store, KEY), UploadId=upload["UploadId"]
+                )
+
+    proxy.before = before
+    with pytest.raises(StoreUnavailableError, match="NoSuchUpload"):
+        store.put_stream(KEY, [data], size=len(data))
+
+
+def test_a_file_is_not_written_after_its_fetch_was_given_up(
+    through: Prepare, proxy: Any, refusal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is another file's by then: somebody else's would be overwritten."""
+    monkeypatch.setattr(ranged, "_CLOSE_WAIT_S", 0.1)
+    store = through()
+    # The second part is read in one step: it does not look in between whether it is wanted.
+    size = ranged.PART_BYTES + MiB // 2
+    store.put_stream(KEY, [b"x" * size], size=size)
+    stalled, free = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        stalled.set()
+        free.wait()
+
+    def after(asked: Any, answer: Any) -> Any:
+        wanted = asked.headers.get("Range", "bytes=0-0")
+        if wanted.startswith("bytes=0-") and wanted != "bytes=0-0":
+            stalled.wait()
+            return refusal(403, "AccessDenied")
+        if wanted != "bytes=0-0":
+            answer.halfway = stall
+        return answer
+
+    proxy.after = after
+    with pytest.raises(StoreError, match="AccessDenied"):
+        store.get_file(KEY, tmp_path / "file")
+    with ExitStack() as stack:
+        for number in range(20):
+            stack.enter_context((tmp_path / f"other-{number}").open("wb"))
+        free.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("read "):
+                thread.join()
+        written = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert [0] * 20 == written
 
 
 def test_parts_are_sent_again_when_the_server_is_busy(
@@ -417,8 +572,19 @@ def test_conditions_are_tried_once_a_process(through: Prepare, proxy: Any) -> No
     store = through()
     for name in ("a", "b", "c"):
         store.put_bytes(name, b"", if_absent=True)
-    probes = [asked for asked in proxy.asked if ".tmp-probe-" in asked.target]
+    probes = [asked for asked in proxy.asked if asked.target.endswith("/.tmp-probe")]
     assert ["PUT", "PUT", "PUT", "DELETE"] == [asked.method for asked in probes]
+
+
+def test_whoever_finds_the_trial_of_another_leaves_it(
+    through: Prepare, proxy: Any, s3: LocalS3, store: S3Store
+) -> None:
+    """Removed under the eyes of who made it, the server would seem to ignore conditions."""
+    s3.client().put_object(**in_bucket(store, ".tmp-probe"), Body=b"")
+    through().put_bytes("a", b"", if_absent=True)
+    probes = [asked for asked in proxy.asked if asked.target.endswith("/.tmp-probe")]
+    assert ["PUT", "PUT"] == [asked.method for asked in probes]
+    assert [".tmp-probe", "a"] == everything(s3, store)
 
 
 def test_the_trial_leaves_no_version_in_a_versioned_bucket(
@@ -448,21 +614,22 @@ def test_a_write_that_meets_another_comes_again(through: Prepare, proxy: Any, re
 # Bad cases
 
 
-def restricted(s3: LocalS3, store: S3Store, name: str) -> S3Store:
+def restricted(store: S3Store, name: str) -> S3Store:
     credentials = S3Credentials(name, f"{name}-secret-key")
     return S3Store(store.root, S3Access(store.access.settings, credentials))
 
 
-@pytest.fixture(scope="module")
-def s3_with_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalS3]:
-    """A server that knows users with some rights each."""
-    users = {"reader": ["Read", "List"], "writer": ["Write"], "lister": ["List"]}
-    with LocalS3(
-        tmp_path_factory.mktemp("s3-users"),
-        identities=[(name, name, f"{name}-secret-key", acts) for name, acts in users.items()],
-    ) as running:
-        running.create_bucket("users")
-        yield running
+@pytest.fixture
+def owned(s3_strict: LocalS3) -> Iterator[S3Store]:
+    """The administrator's store in a bucket of its own, on the server that knows others too."""
+    bucket = f"users-{uuid.uuid4().hex}"
+    s3_strict.create_bucket(bucket)
+    settings = S3Settings(
+        endpoint_url=s3_strict.endpoint, region=REGION, ca_bundle=str(s3_strict.ca_bundle)
+    )
+    keys = S3Credentials(s3_strict.access_key, s3_strict.secret_key)
+    yield S3Store(f"s3://{bucket}/p", S3Access(settings, keys))
+    s3_strict.client().delete_bucket(Bucket=bucket)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +652,8 @@ def s3_with_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalS3]
     ],
 )
 def test_a_missing_right_is_named(
-    s3_with_users: LocalS3,
+    s3_strict: LocalS3,
+    owned: S3Store,
     small_parts: int,
     user: str,
     verb: str,
@@ -493,28 +661,21 @@ def test_a_missing_right_is_named(
     act: Callable[[S3Store], object],
 ) -> None:
     """Whoever administers the bucket must know which one to give."""
-    s3 = s3_with_users
-    settings = S3Settings(endpoint_url=s3.endpoint, region=REGION)
-    admin = S3Store("s3://users/p", S3Access(settings, S3Credentials(s3.access_key, s3.secret_key)))
-    admin.put_bytes("a", b"x")
-    store = restricted(s3, admin, user)
+    owned.put_bytes("a", b"x")
+    store = restricted(owned, user)
     message = rf"cannot {verb} .*(AccessDenied|403).*{action}"
     with pytest.raises(StoreError, match=message) as caught:
         act(store)
     assert not caught.value.retryable
     assert "secret-key" not in str(caught.value)
-    assert (["a"], []) == (everything(s3, admin), uploads(s3, admin))
+    assert (["a"], []) == (everything(s3_strict, owned), uploads(s3_strict, owned))
 
 
 def test_whoever_may_write_can_put_without_listing_uploads(
-    s3_with_users: LocalS3, small_parts: int
+    owned: S3Store, small_parts: int
 ) -> None:
     """Looking for orphans is an extra, and no reason to refuse a build."""
-    s3 = s3_with_users
-    settings = S3Settings(endpoint_url=s3.endpoint, region=REGION)
-    store = S3Store(
-        "s3://users/q", S3Access(settings, S3Credentials("writer", "writer-secret-key"))
-    )
+    store = restricted(owned, "writer")
     store.put_stream("a", LARGE, size=6 * MiB)
     assert 0 == store.sweep("", 0)
 
@@ -594,15 +755,23 @@ def test_a_bucket_with_object_lock_takes_what_others_take(
         },
     )
     store = S3Store("s3://locked/p", s3_access)
-    store.put_stream("big", LARGE, size=6 * MiB)
+    # As a process each: whatever the trial leaves, it leaves once.
+    s3_store._honour.clear()
     etag = store.put_bytes("a", b"1", if_absent=True)
+    s3_store._honour.clear()
     store.put_bytes("a", b"2", if_match=etag)
+    store.put_stream("big", LARGE, size=6 * MiB)
     store.delete("big")
     assert ("a",) == store.list("")
     store.put_bytes("big", b"again", if_absent=True)
     found = store.get_bytes("big")
     assert found
     assert b"again" == found.data
+    there = s3.client().list_object_versions(Bucket="locked")
+    assert ["p/.tmp-probe", "p/a", "p/a", "p/big", "p/big"] == sorted(
+        entry["Key"] for entry in there["Versions"]
+    )
+    assert ["p/big"] == [entry["Key"] for entry in there["DeleteMarkers"]]
 
 
 # Listing and copying

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tensorize_assets.core import jsonio, local_store, s3_store
 from tensorize_assets.core import store as stores
 from tensorize_assets.core.errors import ConflictError, StoreError
 from tensorize_assets.core.s3 import S3Access
@@ -439,10 +440,17 @@ def test_any_name_a_key_may_have_is_kept_as_it_is(store: Store, name: str) -> No
     assert (f"b/{name}",) == store.list("")
 
 
-def test_an_object_too_large_for_a_document_is_not_read_into_memory(store: Store) -> None:
+def test_an_object_too_large_for_a_document_is_not_read_into_memory(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever may write to the store must not be able to fill a reader's memory."""
-    store.put_stream("a", (bytes(1 << 20) for _ in range(65)), size=65 << 20)
-    with pytest.raises(StoreError, match="has more than 67108864 bytes"):
+    assert local_store.MAX_BYTES == s3_store.MAX_BYTES == jsonio.MAX_BYTES
+    for module in (local_store, s3_store):
+        monkeypatch.setattr(module, "MAX_BYTES", 1000)
+    store.put_stream("a", [bytes(1000)], size=1000)
+    assert store.get_bytes("a") is not None
+    store.put_stream("a", [bytes(1001)], size=1001)
+    with pytest.raises(StoreError, match="has more than 1000 bytes"):
         store.get_bytes("a")
 
 

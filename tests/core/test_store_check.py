@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import socket
-import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
 
 import pytest
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.credentials import Credentials
 
+from tensorize_assets.core import store_verbs
 from tensorize_assets.core.errors import StoreError
-from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings
+from tensorize_assets.core.s3 import ACCESS_VARIABLE, S3Access, S3Credentials, S3Settings
 from tensorize_assets.core.store_check import StoreReport, check_store
 from tensorize_assets.demo.s3_server import REGION, LocalS3
 
-READER = ("reader", "AKREADER", "readers-secret", ("Read", "List"))
-WRITER = ("writer", "AKWRITER", "writers-secret", ("Write",))
+
+@pytest.fixture(autouse=True)
+def small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts as small as S3 takes them: how fast the server is, is not asked here."""
+    monkeypatch.setattr(store_verbs, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(store_verbs, "LARGE_BYTES", 10 << 20)
 
 
-def as_identity(server: LocalS3, identity: tuple[str, str, str, object]) -> S3Access:
-    return S3Access(
-        S3Settings(endpoint_url=server.endpoint, region=REGION),
-        S3Credentials(identity[1], identity[2]),
+def as_user(server: LocalS3, name: str | None = None) -> S3Access:
+    """The access of a user; without a name, of the administrator."""
+    keys = (name, f"{name}-secret-key") if name else (server.access_key, server.secret_key)
+    settings = S3Settings(
+        endpoint_url=server.endpoint, region=REGION, ca_bundle=str(server.ca_bundle)
     )
-
-
-def administrator(server: LocalS3) -> tuple[str, str, str, object]:
-    return "admin", server.access_key, server.secret_key, ()
+    return S3Access(settings, S3Credentials(*keys))
 
 
 def changed(access: S3Access, **settings: object) -> S3Access:
@@ -68,20 +64,13 @@ def contents(server: LocalS3, root: str) -> list[object]:
     ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalS3]:
-    """A server with identities that may do only a part."""
-    folder = tmp_path_factory.mktemp("restricted")
-    with LocalS3(folder, identities=[READER, WRITER]) as running:
-        yield running
-
-
 @pytest.fixture
-def root(server: LocalS3) -> str:
-    """A root in a new bucket of `server`."""
+def root(s3_strict: LocalS3) -> Iterator[str]:
+    """A root in a new bucket of a server that knows users with some rights each."""
     bucket = f"check-{uuid.uuid4().hex}"
-    server.create_bucket(bucket)
-    return f"s3://{bucket}/some/prefix"
+    s3_strict.create_bucket(bucket)
+    yield f"s3://{bucket}/some/prefix"
+    s3_strict.client().delete_bucket(Bucket=bucket)
 
 
 def deny(server: LocalS3, root: str, *actions: str) -> None:
@@ -93,54 +82,14 @@ def deny(server: LocalS3, root: str, *actions: str) -> None:
     server.client().put_bucket_policy(Bucket=bucket, Policy=json.dumps(policy))
 
 
-@contextmanager
-def forgetful(server: LocalS3, *headers: str) -> Iterator[str]:
-    """A server before `server` that drops headers of requests: a gateway that ignores them.
+def forget(proxy: Any, *headers: str) -> None:
+    """Have the proxy drop headers of requests, as a gateway does that ignores them."""
 
-    It signs anew what it passes on, so that nothing but the headers is missing.
-    """
-    credentials = Credentials(server.access_key, server.secret_key)
-    host, port = urlsplit(server.endpoint).hostname, urlsplit(server.endpoint).port
-    dropped = {"authorization", "host", "connection", "x-amz-date", "x-amz-content-sha256"}
-    dropped |= {"accept-encoding", "user-agent", "expect", *headers}
+    def before(asked: Any) -> None:
+        for header in headers:
+            asked.headers.pop(header, None)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def pass_on(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            kept = {k: v for k, v in self.headers.items() if k.lower() not in dropped}
-            request = AWSRequest(self.command, f"{server.endpoint}{self.path}", kept, body)
-            S3SigV4Auth(credentials, "s3", REGION).add_auth(request)
-            connection = http.client.HTTPConnection(str(host), port)
-            try:
-                connection.request(self.command, self.path, body, dict(request.headers.items()))
-                answer = connection.getresponse()
-                content = answer.read()
-            finally:
-                connection.close()
-            self.send_response(answer.status)
-            for name, value in answer.getheaders():
-                if name.lower() not in ("content-length", "transfer-encoding", "connection"):
-                    self.send_header(name, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    gateway = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    gateway.daemon_threads = True
-    threading.Thread(target=gateway.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{gateway.server_address[1]}"
-    finally:
-        gateway.shutdown()
-        gateway.server_close()
+    proxy.before = before
 
 
 # S3
@@ -179,11 +128,11 @@ def test_content_md5_works_too(s3: LocalS3, s3_root: str, s3_access: S3Access) -
     assert [] == contents(s3, s3_root)
 
 
-def test_a_reader_is_told_what_it_may_not(server: LocalS3, root: str) -> None:
+def test_a_reader_is_told_what_it_may_not(s3_strict: LocalS3, root: str) -> None:
     """Reading is tried on what is there: a serving host may need no more."""
     bucket = root.split("/")[2]
-    server.client().put_object(Bucket=bucket, Key="some/prefix/there", Body=b"v")
-    report = check_store(root, as_identity(server, READER))
+    s3_strict.client().put_object(Bucket=bucket, Key="some/prefix/there", Body=b"v")
+    report = check_store(root, as_user(s3_strict, "reader"))
 
     found = statuses(report)
     assert (["list", "get"], ["put"]) == (found["works"], found["fails"])
@@ -192,22 +141,22 @@ def test_a_reader_is_told_what_it_may_not(server: LocalS3, root: str) -> None:
     assert () == report.left
 
 
-def test_a_writer_is_told_what_it_may_not(server: LocalS3, root: str) -> None:
+def test_a_writer_is_told_what_it_may_not(s3_strict: LocalS3, root: str) -> None:
     """What cannot be read back is removed all the same."""
-    report = check_store(root, as_identity(server, WRITER))
+    report = check_store(root, as_user(s3_strict, "writer"))
 
     found = statuses(report)
     assert ["list", "get", "get in parts"] == found["fails"]
     assert ["list uploads"] == found["tolerated"]
     assert "s3:ListBucket" in reason(report, "list")
     assert "s3:GetObject" in reason(report, "get")
-    assert [] == contents(server, root)
+    assert [] == contents(s3_strict, root)
 
 
-def test_without_the_right_to_delete_it_says_what_is_left(server: LocalS3, root: str) -> None:
+def test_without_the_right_to_delete_it_says_what_is_left(s3_strict: LocalS3, root: str) -> None:
     """Somebody has to remove it."""
-    deny(server, root, "s3:DeleteObject")
-    report = check_store(root, as_identity(server, administrator(server)))
+    deny(s3_strict, root, "s3:DeleteObject")
+    report = check_store(root, as_user(s3_strict))
 
     assert ["delete"] == statuses(report)["fails"]
     assert "allow these credentials s3:DeleteObject" in reason(report, "delete")
@@ -215,26 +164,26 @@ def test_without_the_right_to_delete_it_says_what_is_left(server: LocalS3, root:
     assert all("some/prefix/.tmp-check-" in line for line in report.left)
 
 
-def test_without_the_right_to_abort_it_says_so(server: LocalS3, root: str) -> None:
+def test_without_the_right_to_abort_it_says_so(s3_strict: LocalS3, root: str) -> None:
     """Parts of an upload that nobody can abort cost money, and no listing shows them."""
-    deny(server, root, "s3:AbortMultipartUpload")
-    report = check_store(root, as_identity(server, administrator(server)))
+    deny(s3_strict, root, "s3:AbortMultipartUpload")
+    report = check_store(root, as_user(s3_strict))
 
     assert ["abort an upload"] == statuses(report)["fails"]
     assert "s3:AbortMultipartUpload" in reason(report, "abort an upload")
     assert 1 == len(report.left)
 
 
-def test_a_locked_bucket_works_and_keeps_what_it_is_told_to(server: LocalS3) -> None:
+def test_a_locked_bucket_works_and_keeps_what_it_is_told_to(s3_strict: LocalS3) -> None:
     """With a retention as the bucket's default nothing can be removed before its end."""
     bucket = f"locked-{uuid.uuid4().hex}"
-    server.create_bucket(bucket, object_lock=True)
+    s3_strict.create_bucket(bucket, object_lock=True)
     retention = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
-    server.client().put_object_lock_configuration(
+    s3_strict.client().put_object_lock_configuration(
         Bucket=bucket,
         ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": retention},
     )
-    report = check_store(f"s3://{bucket}/prefix", as_identity(server, administrator(server)))
+    report = check_store(f"s3://{bucket}/prefix", as_user(s3_strict))
 
     assert report.healthy
     assert 5 == len(report.left)
@@ -244,17 +193,17 @@ def test_a_locked_bucket_works_and_keeps_what_it_is_told_to(server: LocalS3) -> 
 @pytest.mark.parametrize(
     ("header", "verb"),
     [
-        ("if-none-match", "put if absent"),
-        ("if-match", "put if unchanged"),
-        ("range", "get a range"),
+        ("If-None-Match", "put if absent"),
+        ("If-Match", "put if unchanged"),
+        ("Range", "get a range"),
     ],
 )
 def test_a_gateway_that_ignores_a_header_is_found(
-    s3: LocalS3, s3_root: str, s3_access: S3Access, header: str, verb: str
+    s3: LocalS3, s3_root: str, s3_access: S3Access, proxy: Any, header: str, verb: str
 ) -> None:
     """It answers as if it had done what was asked: only a try against it tells."""
-    with forgetful(s3, header) as endpoint:
-        report = check_store(s3_root, changed(s3_access, endpoint_url=endpoint))
+    forget(proxy, header)
+    report = check_store(s3_root, changed(s3_access, endpoint_url=proxy.endpoint))
 
     assert verb in statuses(report)["fails"]
     assert "ignore" in reason(report, verb)
@@ -263,18 +212,17 @@ def test_a_gateway_that_ignores_a_header_is_found(
 
 
 def test_the_gateway_of_these_tests_drops_nothing_else(
-    s3: LocalS3, s3_root: str, s3_access: S3Access
+    s3_root: str, s3_access: S3Access, proxy: Any
 ) -> None:
     """Otherwise the test before would prove nothing."""
-    with forgetful(s3) as endpoint:
-        assert check_store(s3_root, changed(s3_access, endpoint_url=endpoint)).healthy
+    assert check_store(s3_root, changed(s3_access, endpoint_url=proxy.endpoint)).healthy
 
 
-def test_a_risk_that_is_taken_is_tolerated(s3: LocalS3, s3_root: str, s3_access: S3Access) -> None:
+def test_a_risk_that_is_taken_is_tolerated(s3_root: str, s3_access: S3Access, proxy: Any) -> None:
     """`unsafe_no_cas` says that the user knows."""
-    with forgetful(s3, "if-none-match", "if-match") as endpoint:
-        access = changed(s3_access, endpoint_url=endpoint, unsafe_no_cas=True)
-        report = check_store(s3_root, access)
+    forget(proxy, "If-None-Match", "If-Match")
+    access = changed(s3_access, endpoint_url=proxy.endpoint, unsafe_no_cas=True)
+    report = check_store(s3_root, access)
 
     assert ["put if absent", "put if unchanged"] == statuses(report)["tolerated"]
     assert "`s3.unsafe_no_cas` takes the risk" in reason(report, "put if absent")
@@ -317,6 +265,15 @@ def test_an_endpoint_that_is_down_is_named(s3_access: S3Access) -> None:
 
     assert "is the server up" in reason(report, "list")
     assert endpoint == report.facts["endpoint"]
+
+
+def test_without_an_access_the_environment_leads(
+    s3_root: str, s3_access: S3Access, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for every other use of the root."""
+    s3_access.write(tmp_path / "access")
+    monkeypatch.setenv(ACCESS_VARIABLE, str(tmp_path / "access"))
+    assert check_store(s3_root).healthy
 
 
 # Folders

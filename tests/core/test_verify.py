@@ -3,16 +3,21 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tensorize_assets.core import jsonio, layout, signing
+from tensorize_assets.core import jsonio, layout, signing, verify
 from tensorize_assets.core import manifest as manifests
 from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest
+from tensorize_assets.core.s3 import S3Access
+from tensorize_assets.core.s3_store import S3Store
+from tensorize_assets.core.store import FileDigest, digest
 from tensorize_assets.core.verify import VerifyReport, verify_directory, verify_folder
 
 KEY = signing.SecretKey(bytes(range(32)))
@@ -196,3 +201,29 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"give the folder that holds manifest\.json"):
         verify_folder(tmp_path / "file", TRUSTED)
+
+
+def test_files_of_a_remote_store_are_read_two_at_a_time(
+    s3_root: str, s3_access: S3Access, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is read by several requests at once, and holds their buffers."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    manifest = built(CONTENT)
+    directory = layout.artifact_dir(manifest.model, manifest.suffix, manifest.build_id)
+    store = S3Store(s3_root, s3_access)
+    for path, data in CONTENT.items():
+        store.put_bytes(layout.file_key(directory, path), data)
+    store.put_bytes(layout.manifest_key(directory), manifests.encode(manifest, KEY))
+    third = threading.Barrier(3)
+    met: list[bool] = []
+
+    def waiting(self: S3Store, key: str) -> FileDigest:
+        with suppress(threading.BrokenBarrierError):
+            third.wait(0.2)
+            met.append(True)
+        return digest(self, key)
+
+    monkeypatch.setattr(verify, "digest", waiting)
+    report = verify_directory(store, directory, TRUSTED)
+    assert (4, ()) == (report.files, report.problems)
+    assert [] == met
