@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -35,7 +36,7 @@ from tensorize_assets.core.errors import CatalogError, ManifestError
 from tensorize_assets.core.evidence import Evidence, read_evidence
 from tensorize_assets.core.manifest import read_manifest, read_unplaced
 from tensorize_assets.core.publish import roll_back
-from tensorize_assets.core.signing import load_or_create_signing_key
+from tensorize_assets.core.signing import KEY_VARIABLE, load_or_create_signing_key
 from tensorize_assets.core.store import Store, open_store
 from tensorize_assets.core.verify import verify_folder, verify_place
 
@@ -151,14 +152,15 @@ def verify(
         else:
             report = verify_folder(Path(directory).absolute(), None)
     if as_json:
-        print_json(report.model_dump(mode="json", exclude={"manifest"}))
+        fields = report.model_dump(mode="json", exclude={"manifest"})
+        print_json({**fields, "signed_by_this_home": _is_ours(report.key_id)})
     else:
         for problem in report.problems:
             err.print(f"{problem.kind}: {problem.path}: {problem.message}", markup=False)
         if not report.problems:
             out.print(
                 f"{directory}: {report.files} files, {report.bytes:,} bytes, all as the manifest "
-                f"says (signed by key {report.key_id})",
+                f"says (signed by key {report.key_id}{_whose(report.key_id)})",
                 markup=False,
             )
     if report.problems:
@@ -186,6 +188,9 @@ def show(model: Model, as_json: Json = False) -> None:
     for row in rows:
         table.add_row(*(_cell(row.get(str(column.header))) for column in table.columns))
     out.print(table)
+    for row in rows:
+        if "directory" in row:
+            out.print(f"{row['suffix']}: {row['directory']}", markup=False, highlight=False)
 
 
 @app.command()
@@ -273,9 +278,11 @@ def copy(
         out.print(
             f"{target}: {directory}: {report.copied} files copied ({report.copied_bytes:,} bytes, "
             f"{report.server_side} by the store itself), {report.kept} there already, all as the "
-            "manifest says",
+            f"manifest says; {report.evidence} evidence",
             markup=False,
         )
+        if not report.evidence:
+            err.print("without evidence it cannot be published there", style="yellow")
 
 
 @catalog_app.command("check")
@@ -334,6 +341,25 @@ def _home_and_catalog() -> tuple[Path, Catalog]:
 
 def _key(home: Path) -> Any:
     return load_or_create_signing_key(home / "keys" / "signing.key")
+
+
+def _own_key_id() -> str | None:
+    """The id of this home's signing key; None where there is none, and none is made."""
+    path = dagster_home() / "keys" / "signing.key"
+    if not path.exists() and not os.environ.get(KEY_VARIABLE):
+        return None
+    return load_or_create_signing_key(path).key_id
+
+
+def _is_ours(key_id: str | None) -> bool | None:
+    own = _own_key_id()
+    return None if own is None or key_id is None else own == key_id
+
+
+def _whose(key_id: str | None) -> str:
+    return {True: ", this home's own", False: ", which is NOT this home's", None: ""}[
+        _is_ours(key_id)
+    ]
 
 
 def _store(home: Path, catalog: Catalog) -> tuple[Store, tuple[str, ...]]:

@@ -43,12 +43,15 @@ def home() -> Path:
     return Path(os.environ.get("DAGSTER_HOME") or "dagster_home").absolute()
 
 
-def resources(folder: Path) -> dict[str, object]:
-    """The resources for a catalog, cache and key in `folder`; the environment goes before them."""
+def resources(folder: Path, artifact_store: StoreResource | None = None) -> dict[str, object]:
+    """The resources for a catalog, cache and key in `folder`; the environment goes before them.
+
+    `artifact_store` is a store of one's own, such as `resources.s3.S3StoreResource`.
+    """
     catalog = CatalogResource(
         path=os.environ.get("TENSORIZE_CATALOG") or str(folder / "models.yaml")
     )
-    artifact_store = StoreResource(
+    artifact_store = artifact_store or StoreResource(
         catalog=catalog, scratch=os.environ.get("TENSORIZE_SCRATCH") or str(folder / "scratch")
     )
     return {
@@ -64,10 +67,17 @@ def resources(folder: Path) -> dict[str, object]:
 
 
 def definitions(
-    folder: Path, loggers: Mapping[str, dg.LoggerDefinition] | None = None
+    folder: Path,
+    loggers: Mapping[str, dg.LoggerDefinition] | None = None,
+    artifact_store: StoreResource | None = None,
 ) -> dg.Definitions:
     """Assets and jobs over a catalog, cache and key in `folder`."""
-    return dg.Definitions(assets=ASSETS, jobs=[build], resources=resources(folder), loggers=loggers)
+    return dg.Definitions(
+        assets=ASSETS,
+        jobs=[build],
+        resources=resources(folder, artifact_store),
+        loggers=loggers,
+    )
 
 
 defs = definitions(home())

@@ -1,6 +1,8 @@
 """Another Dagster project that builds models beside its own assets.
 
-`dagster dev -f definitions.py`, in a folder that holds `dagster_home/models.yaml`.
+export DAGSTER_HOME=$PWD/dagster_home
+tensorize catalog sync                  # the catalog's models and suffixes become partitions
+dagster dev -f definitions.py           # job `build`, partition `facebook--opt-125m|v1`
 """
 
 from pathlib import Path

@@ -484,7 +484,9 @@ def _not_one_of(path: _Path, node: Node | None) -> str:
     options: tuple[str, ...] = get_args(parts[0]) or parts
     near = ""
     if isinstance(node, ScalarNode) and node.tag in _TEXT_TAGS:
-        near = did_you_mean(node.value, options)
+        # Nearest by its letters would be cpu.
+        meant = "cuda" if node.value.lower() == "gpu" else node.value
+        near = did_you_mean(meant, options)
     return f"must be one of {', '.join(options)}, not {_got(node)}{near}"
 
 

@@ -15,6 +15,7 @@ from tensorize_assets.core.ranged import (
     SIGNED,
     Stopped,
     fill,
+    hand_back,
     replaced,
     require_range,
     total_of,
@@ -73,7 +74,8 @@ class HttpSource:
                 raise _refusal(self.uri, raw)
             return total_of(self.uri, content_range), _version(raw.headers)
         finally:
-            raw.drain_conn()
+            # Not read to its end: a server without ranges sends all of the object.
+            hand_back(raw)
 
     def _get(self, first: int, last: int) -> urllib3.BaseHTTPResponse:
         raw = self._ask(first, last)

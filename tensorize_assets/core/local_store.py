@@ -221,6 +221,9 @@ class LocalStore:
             # Errors of `chunks` are not the store's, so that only what it does is explained.
             for chunk in chunks:
                 hasher.update(chunk)
+                if size is not None and hasher.size > size:
+                    # Before it fills the disk.
+                    break
                 with explained("store", action):
                     write_all(descriptor, chunk)
             found = hasher.digest()

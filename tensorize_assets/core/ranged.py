@@ -51,6 +51,8 @@ Stopped = Callable[[], bool]
 SIGNED = re.compile(r"\?\S*")
 """The query of a URL, which may hold a signature."""
 
+_PASSWORD = re.compile(r"//[^/\s\"'@]*@")
+
 
 class RangeSource(Protocol):
     """An object of known size that any thread may read any range of."""
@@ -341,8 +343,12 @@ class S3Source:
                     raise
                 answer = self._client.head_object(**self._object)
                 return answer["ContentLength"], answer["ETag"]
-            answer["Body"].read()
-            return total_of(self.uri, answer.get("ContentRange")), answer["ETag"]
+            # Closed, not read to its end: a server without ranges sends all of the object.
+            with answer["Body"]._raw_stream as raw:
+                version = answer["ETag"]
+                size = total_of(self.uri, answer.get("ContentRange"))
+                hand_back(raw)
+                return size, version
 
 
 def _status(error: Any) -> int | None:
@@ -376,6 +382,15 @@ def fill(raw: urllib3.BaseHTTPResponse, buffer: memoryview, uri: str, stopped: S
     raw.release_conn()
 
 
+def hand_back(raw: urllib3.BaseHTTPResponse) -> None:
+    """Hand the connection of an answer of one byte back; close that of a longer one."""
+    if raw.headers.get("Content-Length") == "1":
+        raw.drain_conn()
+        raw.release_conn()
+    else:
+        raw.close()
+
+
 def trouble(uri: str, error: Exception) -> StoreError:
     reason: BaseException = error
     while isinstance(inner := getattr(reason, "reason", None), BaseException):
@@ -387,7 +402,7 @@ def trouble(uri: str, error: Exception) -> StoreError:
             f"{uri}: the server's certificate is not trusted; name the certificates to trust in "
             "`ca_bundle` or the variable AWS_CA_BUNDLE"
         )
-    said = SIGNED.sub("?…", str(reason))
+    said = _PASSWORD.sub("//", SIGNED.sub("?…", str(reason)))
     return StoreUnavailableError(
         f"reading {uri} failed: {type(reason).__name__}: {said}; is the server, or the way to it, "
         "in trouble?"

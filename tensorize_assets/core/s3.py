@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from pydantic import Field
 
 from tensorize_assets.core import jsonio, layout
 from tensorize_assets.core.errors import StoreError
-from tensorize_assets.core.s3_errors import code_of, explained
+from tensorize_assets.core.s3_errors import code_of, explained, without_passwords
 
 ACCESS_VARIABLE = "TENSORIZE_ASSETS_S3_ACCESS"
 """Names the file from which a process of vLLM reads how to reach S3."""
@@ -91,11 +91,22 @@ class S3Settings(jsonio.Record):
 
 @dataclass(frozen=True)
 class S3Credentials:
-    """An access key. Shows itself by nothing but its being there."""
+    """An access key, without blanks around its parts. Shows itself by nothing but its being there.
+
+    Raises StoreError for parts that no request could carry.
+    """
 
     access_key_id: str = field(repr=False)
     secret_access_key: str = field(repr=False)
     session_token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("access_key_id", "secret_access_key"):
+            object.__setattr__(self, name, _part_of_key(getattr(self, name), f"`{name}`"))
+            if not getattr(self, name):
+                raise StoreError(f"`{name}` is empty; set both keys, or neither")
+        token = _part_of_key(self.session_token, "`session_token`")
+        object.__setattr__(self, "session_token", token or None)
 
     def to_secrets(self) -> dict[str, bytes]:
         """Return the parts by name, to be handed over apart from everything else."""
@@ -162,7 +173,16 @@ class S3Access:
         """The server as messages call it."""
         client = self._made.clients.get((os.getpid(), self._default_style()))
         url = client.meta.endpoint_url if client else self.settings.endpoint_url
-        return url or "AWS"
+        return without_passwords(url) if url else "AWS"
+
+    def signed_with(self) -> Iterator[str | None]:
+        """Yield the parts of every key that requests were signed with so far."""
+        for client in list(self._made.clients.values()):
+            found = client._request_signer._credentials
+            # Asked for its parts, a key that is renewed would be renewed.
+            found = getattr(found, "_frozen_credentials", found)
+            if found is not None:
+                yield from (found.access_key, found.secret_key, found.token)
 
     def write(self, path: Path) -> None:
         """Write this to a new file that only its owner can read. Raises StoreError."""
@@ -308,6 +328,8 @@ def resolve(
     endpoint = environ.get("S3_ENDPOINT_URL")
     if settings.endpoint_url is None and endpoint:
         try:
+            # Its port and brackets are looked at by nothing else before the first request.
+            _ = urlsplit(endpoint).port
             settings = S3Settings.model_validate(
                 {**settings.model_dump(), "endpoint_url": endpoint}
             )
@@ -483,11 +505,28 @@ def algorithm(client: Any) -> dict[str, str]:
 
 
 def _from_variables(environ: Mapping[str, str]) -> S3Credentials | None:
-    key = environ.get("S3_ACCESS_KEY_ID")
-    secret = environ.get("S3_SECRET_ACCESS_KEY")
+    names = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "S3_SESSION_TOKEN")
+    key, secret, token = (_part_of_key(environ.get(name), name) for name in names)
     if key and secret:
-        return S3Credentials(key, secret, environ.get("S3_SESSION_TOKEN") or None)
+        return S3Credentials(key, secret, token)
     if key or secret:
-        there, missing = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY")[:: 1 if key else -1]
+        there, missing = names[:2][:: 1 if key else -1]
         raise StoreError(f"{there} is set and {missing} is not; set both, or neither")
+    if token:
+        raise StoreError(
+            "S3_SESSION_TOKEN is set, and the keys that it belongs to are not; set "
+            "S3_ACCESS_KEY_ID and S3_SECRET_ACCESS_KEY too, or none of the three"
+        )
     return None
+
+
+def _part_of_key(value: str | None, name: str) -> str | None:
+    """Return a part of a key without the blanks that files and editors put around it."""
+    part = value.strip() if value else value
+    # Sent in a header, such a part would be refused in words that show it.
+    if part and (" " in part or not part.isascii() or not part.isprintable()):
+        raise StoreError(
+            f"{name} holds a blank, a line break or another character that no key has; set it "
+            "anew, to nothing but the key"
+        )
+    return part

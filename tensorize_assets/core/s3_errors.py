@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import re
 import socket
 from collections.abc import Generator
@@ -34,7 +36,8 @@ def explained(verb: str, uri: str, access: S3Access) -> Generator[None]:
     """Turn errors of boto3 into StoreError and StoreUnavailableError.
 
     `verb` is one of put, get, list, delete, copy, abort and list uploads of. The message says
-    what failed, where, in S3's own words and in ours, and what to do.
+    what failed, where, in S3's own words and in ours, and what to do. An answer that lacks what S3
+    answers with is one too: what is looked up in it is looked up within.
     """
     try:
         yield
@@ -173,10 +176,18 @@ _CHECKSUM_ADVICE = (
 
 def _explain(error: Exception, verb: str, uri: str, access: S3Access) -> StoreError | None:
     exceptions: Any = importlib.import_module("botocore.exceptions")
+    parsers: Any = importlib.import_module("botocore.parsers")
     urllib3: Any = importlib.import_module("urllib3.exceptions")
     what = f"cannot {verb} {uri} at {access.endpoint}"
     if isinstance(error, exceptions.ClientError):
         return _refusal(error, what, verb, access)
+    if "nvalid header value" in str(error):
+        # In its own words it would show the header: a key, or a token.
+        return StoreError(
+            f"{what}: a part of the credentials holds a line break or another character that no "
+            "key has; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or the "
+            "profile, anew, to nothing but the key"
+        )
     if isinstance(error, exceptions.BotoCoreError | urllib3.HTTPError):
         return _trouble(error, what, access, exceptions)
     if isinstance(error, RecursionError):
@@ -185,13 +196,38 @@ def _explain(error: Exception, verb: str, uri: str, access: S3Access) -> StoreEr
             f"{what}: the server redirects every request; set `s3.endpoint_url` to where it "
             "answers (https?), or `s3.region` to the bucket's region"
         )
-    if isinstance(error, ValueError) and "nvalid endpoint" in str(error):
-        return StoreError(f"{what}: the endpoint is no URL; correct `s3.endpoint_url`")
+    text = str(error)
+    if isinstance(error, ValueError) and ("nvalid endpoint" in text or "nvalid IPv6 URL" in text):
+        return StoreError(
+            f"{what}: the endpoint is no URL; correct `s3.endpoint_url`, S3_ENDPOINT_URL or "
+            "AWS_ENDPOINT_URL"
+        )
+    if isinstance(error, json.JSONDecodeError):
+        # S3 itself speaks no JSON. Not shown: what was printed may hold a key.
+        return StoreError(
+            f"{what}: what should give the credentials gave no JSON; correct the profile's "
+            "`credential_process` in ~/.aws/config"
+        )
+    if isinstance(error, LookupError | ValueError | parsers.ResponseParserError):
+        return not_s3(what)
     if isinstance(error, OSError) and "TLS CA certificate" in str(error):
         return StoreError(f"{what}: {error}; correct `s3.ca_bundle` or AWS_CA_BUNDLE")
+    if isinstance(error, OSError) and error.filename is not None:
+        names = "AWS_WEB_IDENTITY_TOKEN_FILE, the profile's `credential_process` or another setting"
+        return StoreError(
+            f"{what}: {error.filename}: {error.strerror}; {names} of boto3 names it: correct "
+            "that, or unset it"
+        )
     if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
         return _down(what, str(error) or type(error).__name__)
     return None
+
+
+def not_s3(what: str) -> StoreError:
+    """Return what is said of a server that answers well, and not with what S3 answers with."""
+    return StoreError(
+        f"{what}: this server does not answer as S3 does; is `s3.endpoint_url` right?"
+    )
 
 
 def _refusal(error: Exception, what: str, verb: str, access: S3Access) -> StoreError:
@@ -288,10 +324,38 @@ def _down(what: str, said: str) -> StoreUnavailableError:
 
 def _shown(said: object, access: S3Access) -> str:
     """Return S3's or boto3's words as they may be shown: short, one line, without secrets."""
-    text = " ".join(str(said or "").split())
+    text = str(said or "")
+    for secret in _secrets(access):
+        text = text.replace(secret, "***")
+    text = " ".join(text.split())
     # A query may hold a signature.
-    text = re.sub(r"(https?://[^\s\"'?]+)\?[^\s\"']*", r"\1", text)
-    if access.credentials is not None:
-        for secret in access.credentials.to_secrets().values():
-            text = text.replace(secret.decode(), "***")
+    text = without_passwords(re.sub(r"(https?://[^\s\"'?]+)\?[^\s\"']*", r"\1", text))
     return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}…"
+
+
+def without_passwords(text: str) -> str:
+    """Return a text whose URLs have no user and no password before the host."""
+    return re.sub(r"(https?://)[^\s\"'/]*@", r"\1", text)
+
+
+_SECRET_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_SECURITY_TOKEN",
+)
+
+# What is shorter is no secret, and stands in many words.
+_SHORTEST_SECRET = 4
+
+
+def _secrets(access: S3Access) -> list[str]:
+    """Return whatever may be signed with, as it is and as a repr shows it; longest first."""
+    found = {os.environ.get(name) for name in _SECRET_VARIABLES}
+    given = access.credentials
+    if given is not None:
+        found |= {given.access_key_id, given.secret_access_key, given.session_token}
+    found |= set(access.signed_with())
+    known = {form for one in found if one for form in (one, one.strip())}
+    shown = known | {repr(one)[1:-1] for one in known} | {repr(one.encode())[2:-1] for one in known}
+    return sorted((one for one in shown if len(one) >= _SHORTEST_SECRET), key=len, reverse=True)

@@ -46,6 +46,7 @@ from tensorize_assets.core.s3_errors import (
     UNSAFE,
     code_of,
     explained,
+    not_s3,
 )
 from tensorize_assets.core.store import (
     FileDigest,
@@ -190,14 +191,13 @@ class S3Store:
         head = origin._head(source_key)
         if head is None:
             raise StoreError(f"{origin.uri(source_key)} does not exist; build it again")
-        size: int = head["ContentLength"]
-        copy_from = {"CopySource": origin._at(source_key), "CopySourceIfMatch": head["ETag"]}
+        copy_from = {"CopySource": origin._at(source_key), "CopySourceIfMatch": head.etag}
         try:
             with self._raw("copy", key):
-                if size <= _MAX_COPY_BYTES:
-                    self._client.copy_object(**at, **copy_from)
+                if head.size <= _MAX_COPY_BYTES:
+                    self._client.copy_object(**at, **copy_from)["CopyObjectResult"]
                 else:
-                    self._copy_parts(key, copy_from, size)
+                    self._copy_parts(key, copy_from, head.size)
         except _Code as error:
             if error.code in DENIED | LACKING:
                 return False
@@ -206,7 +206,7 @@ class S3Store:
 
     def stat(self, key: str) -> int | None:
         head = self._head(key)
-        return None if head is None else head["ContentLength"]
+        return None if head is None else head.size
 
     def list(self, prefix: str) -> tuple[str, ...]:
         folder, _, _ = prefix.rpartition("/")
@@ -236,11 +236,15 @@ class S3Store:
 
     def _entries(self, prefix: str) -> Iterator[dict[str, Any]]:
         """Yield what S3 lists under `prefix`, with S3's own errors."""
+        full = self._full(prefix)
         pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket, Prefix=self._full(prefix)
+            Bucket=self._bucket, Prefix=full
         )
         for page in pages:
-            yield from page.get("Contents", ())
+            # Some servers and proxies lose the prefix, and what is listed may be removed.
+            yield from (
+                entry for entry in page.get("Contents", ()) if entry["Key"].startswith(full)
+            )
 
     # Where
 
@@ -287,10 +291,11 @@ class S3Store:
             and self.access.settings.profile == origin.access.settings.profile
         )
 
-    def _head(self, key: str) -> dict[str, Any] | None:
+    def _head(self, key: str) -> _Head | None:
         try:
             with self._raw("get", key):
-                return self._client.head_object(**self._at(key))
+                head = self._client.head_object(**self._at(key))
+                return _Head(head["ContentLength"], head["ETag"])
         except _Code as error:
             if error.code not in ABSENT:
                 raise error.meaning from None
@@ -324,19 +329,20 @@ class S3Store:
         try:
             with self._raw("get", key):
                 answer = self._client.get_object(**at)
+                size, etag = answer["ContentLength"], answer["ETag"]
         except _Code as error:
             if error.code == "NoSuchKey":
                 return None
             raise error.meaning from None
         with answer["Body"] as body:
-            if answer["ContentLength"] > MAX_BYTES:
+            if size > MAX_BYTES:
                 raise StoreError(
                     f"{self.uri(key)} has more than {MAX_BYTES} bytes, far above any document of "
                     "this package; restore it or build it again"
                 )
             try:
                 with self._explained("get", key):
-                    return StoredObject(body.read(), answer["ETag"])
+                    return StoredObject(body.read(), etag)
             except StoreUnavailableError as error:
                 raise _BrokenOff(str(error)) from None
 
@@ -407,6 +413,7 @@ class S3Store:
                     answer = self._client.put_object(
                         **at, Body=b"", **checksum(self._client, b""), **condition
                     )
+                    answer["ETag"]
             except _Code as error:
                 if error.code in REFUSED | ABSENT | LACKING | {"InvalidArgument", "400"}:
                     return error.code
@@ -471,7 +478,7 @@ class S3Store:
                 parts = sender.finish()
             found = hasher.digest()
             require_same(found, size, sha256, source, self.uri(key))
-            self._complete(key, upload, parts, mark)
+            self._complete(key, upload, parts, size, mark)
         except BaseException:
             self._abort_at_once(at["Key"], upload["UploadId"])
             raise
@@ -487,7 +494,7 @@ class S3Store:
             answer = self._client.create_multipart_upload(
                 **at, Metadata={_MARK: mark}, **algorithm(self._client)
             )
-        return {**at, "UploadId": answer["UploadId"]}, mark
+            return {**at, "UploadId": answer["UploadId"]}, mark
 
     def _send_part(
         self, key: str, upload: dict[str, str], number: int, body: _Body
@@ -495,22 +502,46 @@ class S3Store:
         sums = checksum(self._client, body.data)
         with self._explained("put", key):
             answer = self._client.upload_part(**upload, PartNumber=number, Body=body, **sums)
-        part = {"PartNumber": number, "ETag": answer["ETag"]}
+            part = {"PartNumber": number, "ETag": answer["ETag"]}
         return part if sums_by_md5(self._client) else {**part, **sums}
 
     def _complete(
-        self, key: str, upload: dict[str, str], parts: list[dict[str, Any]], mark: str
+        self, key: str, upload: dict[str, str], parts: list[dict[str, Any]], size: int, mark: str
     ) -> None:
         try:
             with self._raw("put", key):
-                self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+                answer = self._client.complete_multipart_upload(
+                    **upload, MultipartUpload={"Parts": parts}
+                )
         except _Code as error:
-            # It may have been completed by an attempt whose answer was lost. Not told by the
-            # ETag: where objects are encrypted it is made of nothing that is known here.
-            if error.code == "NoSuchUpload":
-                head = self._head(key)
-                if head is not None and head["Metadata"].get(_MARK) == mark:
-                    return
+            # It may have been completed by an attempt whose answer was lost.
+            if error.code != "NoSuchUpload" or not self._is_stored(key, size, mark):
+                raise error.meaning from None
+            return
+        # Where S3 itself says so, another run's object of the same content may have come since,
+        # and whoever may only write is taken at the server's word.
+        said = "ETag" in answer
+        if not self._is_stored(key, size, None if said else mark, unseen=said):
+            raise not_s3(f"cannot put {self.uri(key)} at {self.access.endpoint}")
+
+    def _is_stored(self, key: str, size: int, mark: str | None, *, unseen: bool = False) -> bool:
+        """Say whether an object of this size, and of the upload with this mark, is there.
+
+        `unseen` is the answer where it may not be looked at.
+        """
+        # Not told by the ETag: where objects are encrypted it is made of nothing that is known.
+        try:
+            with self._raw("get", key):
+                head = self._client.head_object(**self._at(key))
+                return head["ContentLength"] == size and mark in (
+                    None,
+                    head["Metadata"].get(_MARK),
+                )
+        except _Code as error:
+            if error.code in ABSENT:
+                return False
+            if unseen and error.code in DENIED:
+                return True
             raise error.meaning from None
 
     def _copy_parts(self, key: str, copy_from: dict[str, Any], size: int) -> None:
@@ -536,7 +567,7 @@ class S3Store:
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
-            self._complete(key, upload, parts, mark)
+            self._complete(key, upload, parts, size, mark)
         except BaseException:
             self._abort_at_once(upload["Key"], upload["UploadId"])
             raise
@@ -545,13 +576,15 @@ class S3Store:
         """Return the unfinished uploads under `prefix`; none where that cannot be asked."""
         try:
             with self._raw(verb, prefix):
+                full = self._full(prefix)
                 pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                    Bucket=self._bucket, Prefix=self._full(prefix)
+                    Bucket=self._bucket, Prefix=full
                 )
                 return [
                     _Upload(entry["Key"], entry["UploadId"], entry["Initiated"].timestamp())
                     for page in pages
                     for entry in page.get("Uploads", ())
+                    if entry["Key"].startswith(full)
                 ]
         except _Code as error:
             if error.code in DENIED | LACKING:
@@ -599,6 +632,13 @@ class S3Store:
                 self._client.delete_object(Bucket=self._bucket, Key=key)
                 count += 1
         return count
+
+
+class _Head(NamedTuple):
+    """What S3 says of an object without its content; `size` in bytes."""
+
+    size: int
+    etag: str
 
 
 class _Upload(NamedTuple):

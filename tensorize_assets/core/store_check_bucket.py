@@ -172,7 +172,7 @@ def _reach(
 
 def _note_client(at: _Bucket, facts: dict[str, str]) -> None:
     client = at.client
-    facts["endpoint"] = client.meta.endpoint_url
+    facts["endpoint"] = at.access.endpoint
     facts["region"] = str(client.meta.region_name)
     style: Any = client.meta.config.s3
     facts["addressing"] = str(style["addressing_style"])

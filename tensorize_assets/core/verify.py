@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from tensorize_assets.core import jsonio, layout
-from tensorize_assets.core.errors import ManifestError, SignatureError, StoreError
+from tensorize_assets.core.errors import (
+    ManifestError,
+    SignatureError,
+    StoreError,
+    StoreUnavailableError,
+)
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest, read_placed, read_unplaced
 from tensorize_assets.core.store import Store, digest
@@ -80,6 +85,8 @@ def _verify(
         found = (read_placed if placed else read_unplaced)(store, directory, trusted)
     except SignatureError as error:
         return _unread(where, "signature", str(error))
+    except StoreUnavailableError:
+        raise  # says nothing about the artifact
     except (ManifestError, StoreError) as error:
         return _unread(where, "manifest", str(error))
     if found is None:
@@ -129,6 +136,8 @@ def _check(store: Store, directory: str, entry: FileEntry) -> Problem | None:
             # Told apart by its size already: not read.
             return _differs("size", entry, f"{size} bytes", f"{entry.size}")
         found = digest(store, key)
+    except StoreUnavailableError:
+        raise
     except StoreError as error:
         return Problem(kind="unreadable", path=path, message=str(error))
     if found.sha256 != entry.sha256:

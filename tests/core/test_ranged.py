@@ -608,3 +608,19 @@ def test_a_url_is_shown_without_secrets(url: str, shown: str) -> None:
 def test_no_http_url_is_refused() -> None:
     with pytest.raises(StoreError, match=r"ftp://host/a is no http\(s\) URL"):
         HttpSource("ftp://host/a?secret")
+
+
+@pytest.mark.parametrize("kind", ["s3", "url"])
+def test_a_server_without_ranges_is_not_read_to_the_end(
+    proxy: Any, refusal: Any, kind: str
+) -> None:
+    """It sends all of an object, hundreds of gigabytes maybe, for what was asked as one byte."""
+    ended = threading.Event()
+    proxy.before = lambda asked: type(refusal(200, ""))(
+        200, {"ETag": '"one"'}, bytes(64 * 1024 * 1024), ended.set
+    )
+    settings = s3s.S3Settings(endpoint_url=proxy.endpoint, region=REGION, addressing="path")
+    access = s3s.S3Access(settings, s3s.S3Credentials("someone", "a-secret"))
+    with pytest.raises(StoreError, match="knows no ranges"):
+        HttpSource(f"{proxy.endpoint}/data") if kind == "url" else source_of(access, "b", "data")
+    assert not ended.is_set()

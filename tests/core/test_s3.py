@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ConnectionClosedError
 
 from tensorize_assets.core import s3 as s3s
+from tensorize_assets.core import s3_errors
 from tensorize_assets.core.errors import StoreError, StoreUnavailableError
 from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings
 from tensorize_assets.core.s3_store import S3Store
+from tensorize_assets.core.store_check_bucket import check_bucket
 from tensorize_assets.demo.s3_server import REGION, LocalS3
 
 SECRETS = ("topsecretkey", "topsecrettoken")
@@ -183,6 +186,105 @@ def test_a_file_that_others_can_read_is_not_believed(tmp_path: Path) -> None:
     assert SECRETS[0] not in str(caught.value)
     with pytest.raises(StoreError, match="No such file"):
         s3s.from_environment({s3s.ACCESS_VARIABLE: str(tmp_path / "absent")})
+
+
+@pytest.mark.parametrize("name", ["S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "S3_SESSION_TOKEN"])
+@pytest.mark.parametrize("inside", ["\n", " ", "\0", "\x7f", "…"])
+def test_a_key_with_a_line_break_is_refused_unseen(name: str, inside: str) -> None:
+    """A header that holds it is refused in words that show it."""
+    variables = {
+        "S3_ACCESS_KEY_ID": "AKIAKEY",
+        "S3_SECRET_ACCESS_KEY": "topsecretkey",
+        "S3_SESSION_TOKEN": "topsecrettoken",
+    }
+    parts = list(variables.values())
+    around = {key: f" {value}\n" for key, value in variables.items()}
+    assert S3Credentials(*parts) == s3s.resolve(environ=around).credentials
+    variables[name] = f"topsec{inside}ret"
+    with pytest.raises(StoreError, match=name) as error:
+        s3s.resolve(environ=variables)
+    assert "topsec" not in str(error.value)
+    with pytest.raises(StoreError, match=name.removeprefix("S3_").lower()) as error:
+        S3Credentials(*variables.values())
+    assert "topsec" not in str(error.value)
+
+
+def test_a_session_token_without_keys_is_refused() -> None:
+    """The token of one key with another key, from elsewhere, is refused by S3 without a reason."""
+    with pytest.raises(StoreError, match=r"S3_SESSION_TOKEN is set.*S3_ACCESS_KEY_ID"):
+        s3s.resolve(environ={"S3_SESSION_TOKEN": "topsecrettoken"})
+
+
+def test_a_line_break_in_a_key_of_boto3_shows_nothing(
+    s3: LocalS3, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3 takes what its variables hold as it is, and shows the header it could not send."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAKEY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "topsecretkey")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "topsecrettoken\nx")
+    settings = S3Settings(endpoint_url=s3.endpoint, region=REGION, max_attempts=1)
+    with pytest.raises(StoreError, match="AWS_SESSION_TOKEN") as error:
+        S3Store(s3_root, S3Access(settings)).stat("a.json")
+    assert not isinstance(error.value, StoreUnavailableError)
+    assert not [secret for secret in SECRETS if secret in str(error.value)]
+
+
+def test_keys_of_any_place_are_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What boto3 found by itself is as secret as what was set here."""
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = FILEKEY\naws_secret_access_key = filesecret\n"
+    )
+    access = S3Access(S3Settings(region=REGION))
+    assert access.client is not None
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "topsecret\ntoken")
+    words = "filesecret FILEKEY b'topsecret\\ntoken' 'topsecret\ntoken'"
+    with pytest.raises(StoreError) as error, s3_errors.explained("get", "s3://b/k", access):
+        raise ConnectionClosedError(endpoint_url=words)
+    assert not re.search("filesecret|FILEKEY|topsecret", str(error.value))
+
+
+def test_a_password_in_the_endpoint_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """boto3's variables take URLs that ours refuse."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://someone:topsecretkey@127.0.0.1:9/x")
+    access = S3Access(S3Settings(region=REGION, max_attempts=1))
+    with pytest.raises(StoreUnavailableError, match=r"http://127\.0\.0\.1:9") as error:
+        S3Store("s3://bucket/prefix", access).stat("a.json")
+    report = check_bucket("s3://bucket/prefix", access)
+    assert "http://127.0.0.1:9/x" == report.facts["endpoint"]
+    assert "topsecretkey" not in f"{error.value}{report}{access.endpoint}"
+
+
+@pytest.mark.parametrize(
+    ("variables", "config", "expected"),
+    [
+        (
+            {"AWS_WEB_IDENTITY_TOKEN_FILE": "/no/such/token", "AWS_ROLE_ARN": "arn:aws:iam::1:r/p"},
+            "",
+            "/no/such/token: No such file.*AWS_WEB_IDENTITY_TOKEN_FILE",
+        ),
+        ({}, "credential_process = echo topsecretkey", "no JSON.*credential_process"),
+        ({}, "credential_process = /no/such/program", "/no/such/program.*credential_process"),
+        ({"AWS_ENDPOINT_URL": "http://[::1"}, "", "endpoint is no URL.*AWS_ENDPOINT_URL"),
+        ({"S3_ENDPOINT_URL": "http://[::1"}, "", "S3_ENDPOINT_URL is no URL"),
+        ({"S3_ENDPOINT_URL": "http://127.0.0.1:x"}, "", "S3_ENDPOINT_URL is no URL"),
+    ],
+)
+def test_settings_that_boto3_stumbles_over_are_named(
+    variables: dict[str, str],
+    config: str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """boto3 raises whatever comes, as a missing file's own error, without a word on the setting."""
+    (tmp_path / "credentials").unlink()
+    (tmp_path / "config").write_text(f"[default]\nregion = {REGION}\n{config}\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoreError, match=expected) as error:
+        S3Store("s3://bucket/prefix", s3s.resolve()).stat("a.json")
+    assert not isinstance(error.value, StoreUnavailableError)
+    assert "topsecretkey" not in str(error.value)
 
 
 def test_secrets_are_in_no_repr() -> None:

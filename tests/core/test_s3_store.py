@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tensorize_assets.core import ranged, s3_store
+from tensorize_assets.core import layout, ranged, s3_store
 from tensorize_assets.core.errors import ConflictError, StoreError, StoreUnavailableError
 from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings, split_uri
 from tensorize_assets.core.s3_store import S3Store
@@ -832,3 +832,78 @@ def test_what_the_server_may_not_copy_is_left_to_the_caller(
     )
     assert not other.copy("a", "b")
     assert ("a",) == store.list("")
+
+
+# Servers that are none
+
+
+@pytest.mark.parametrize("body", [b"", b"<html><body>hello</body></html>"])
+def test_an_upload_that_something_else_says_is_complete_is_not(
+    through: Prepare, proxy: Any, refusal: Any, small_parts: int, body: bytes
+) -> None:
+    """A proxy's own page for a long request is a 200, too."""
+    answer = type(refusal(200, ""))
+    proxy.before = lambda asked: (
+        answer(200, {}, body) if asked.method == "POST" and "uploadId=" in asked.target else None
+    )
+    store = through(max_attempts=1)
+    with pytest.raises(StoreError, match=r"does not answer as S3 does.*endpoint_url"):
+        store.put_stream(KEY, LARGE, size=len(LARGE[0]))
+    assert store.stat(KEY) is None
+    assert any(asked.method == "DELETE" for asked in proxy.asked)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({}, b""),
+        ({}, b"<html>hello</html>"),
+        ({"Content-Length": "abc", "Connection": "close"}, b""),
+    ],
+)
+@pytest.mark.parametrize("verb", ["stat", "get", "open", "put", "parts", "copy", "cas"])
+def test_a_server_that_is_no_s3_is_named_as_such(
+    through: Prepare,
+    proxy: Any,
+    refusal: Any,
+    small_parts: int,
+    headers: dict[str, str],
+    body: bytes,
+    verb: str,
+) -> None:
+    """A web server at a wrong port answers 200 to anything."""
+    store = through(max_attempts=1, addressing="path")
+    acts: dict[str, Callable[[], object]] = {
+        "stat": lambda: store.stat(KEY),
+        "get": lambda: store.get_bytes(KEY),
+        "open": lambda: store.open_read(KEY),
+        "put": lambda: store.put_bytes(KEY, b"x"),
+        "parts": lambda: store.put_stream(KEY, LARGE, size=len(LARGE[0])),
+        "copy": lambda: store.copy(KEY, f"{KEY}.2"),
+        "cas": lambda: store.put_bytes(KEY, b"x", if_absent=True),
+    }
+    answer = type(refusal(200, ""))
+    proxy.before = lambda asked: answer(200, headers, body)
+    with pytest.raises(StoreError, match=r"does not answer as S3 does.*endpoint_url"):
+        acts[verb]()
+
+
+def test_a_listing_is_of_nothing_outside_its_prefix(
+    through: Prepare, proxy: Any, s3: LocalS3
+) -> None:
+    """A server that ignores the prefix would have a sweep remove what is not the store's."""
+    store = through()
+    bucket, _ = split_uri(store.root)
+    store.put_bytes("a.json", b"x")
+    s3.client().put_object(Bucket=bucket, Key=f"else/where/{layout.HIDDEN_PREFIX}x", Body=b"x")
+    s3.client().put_object(Bucket=bucket, Key="else/where/long/enough/a.json", Body=b"x")
+    s3.client().create_multipart_upload(Bucket=bucket, Key="else/where/b")
+
+    def lose_prefix(asked: Any) -> None:
+        asked.target = re.sub(r"([?&])prefix=[^&]*", r"\1prefix=", asked.target)
+
+    proxy.before = lose_prefix
+    assert ("a.json",) == store.list("")
+    assert 0 == store.sweep("", 0)
+    assert 3 == len(s3.client().list_objects_v2(Bucket=bucket)["Contents"])
+    assert 1 == len(s3.client().list_multipart_uploads(Bucket=bucket)["Uploads"])

@@ -164,6 +164,21 @@ def test_a_stream_of_another_length_is_not_stored(store: Store, size: int) -> No
     assert () == store.list("")
 
 
+def test_a_stream_that_does_not_end_is_stopped(store: Store) -> None:
+    """It would fill the disk before its size is looked at."""
+    taken: list[int] = []
+
+    def endless() -> Iterator[bytes]:
+        while True:
+            taken.append(1)
+            yield b"x"
+
+    with pytest.raises(StoreError, match="expected 3"):
+        store.put_stream(KEY, endless(), size=3)
+    assert 4 == len(taken)
+    assert () == store.list("")
+
+
 def test_a_stream_is_stored_with_its_hash(store: Store) -> None:
     """What is copied between stores never lies on a disk."""
     data = os.urandom(SIZE)
