@@ -326,14 +326,15 @@ def test_threads_share_one_client() -> None:
 # Client
 
 
-def test_awscrt_moves_no_data(s3_root: str, s3_access: S3Access, tmp_path: Path) -> None:
-    """Its client ignores the endpoint: data would go to AWS, where boto3 chooses it unasked."""
-    pytest.importorskip("awscrt")
+def test_no_transfer_manager_of_boto3_moves_data(
+    s3_root: str, s3_access: S3Access, tmp_path: Path
+) -> None:
+    """Where awscrt is installed boto3 chooses its client unasked, and that ignores the endpoint."""
     code = (
-        "import sys, awscrt.s3\n"
-        "def refuse(*a, **k): raise SystemExit('awscrt moved data')\n"
-        "awscrt.s3.S3Client.__init__ = refuse\n"
-        "import boto3.crt; boto3.crt.create_crt_transfer_manager = refuse\n"
+        "import sys, boto3.s3.inject, boto3.s3.transfer\n"
+        "def refuse(*a, **k): raise SystemExit('a transfer manager moved data')\n"
+        "boto3.s3.inject.create_transfer_manager = refuse\n"
+        "boto3.s3.transfer.create_transfer_manager = refuse\n"
         "from pathlib import Path\n"
         "from tensorize_assets.core.store import open_store\n"
         "store = open_store(sys.argv[1])\n"
@@ -342,11 +343,7 @@ def test_awscrt_moves_no_data(s3_root: str, s3_access: S3Access, tmp_path: Path)
         "assert store.copy('a', 'b')\n"
     )
     s3_access.write(tmp_path / "access")
-    environ = {
-        **os.environ,
-        "TENSORIZE_ASSETS_S3_ACCESS": str(tmp_path / "access"),
-        "BOTO_DISABLE_CRT": "false",
-    }
+    environ = {**os.environ, "TENSORIZE_ASSETS_S3_ACCESS": str(tmp_path / "access")}
     command = [sys.executable, "-c", code, s3_root, str(tmp_path / "file")]
     subprocess.run(command, env=environ, check=True)
 
