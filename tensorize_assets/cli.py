@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import sys
 import uuid
@@ -18,12 +16,14 @@ from rich.table import Table
 from tensorize_assets.cli_common import (
     FAILED,
     Json,
+    absolute,
     catalog_path,
     err,
     errors,
+    open_place,
     out,
+    own_key,
     print_json,
-    s3_access,
     say,
 )
 from tensorize_assets.cli_common import home as dagster_home
@@ -36,7 +36,7 @@ from tensorize_assets.core.errors import CatalogError, ManifestError
 from tensorize_assets.core.evidence import Evidence, read_evidence
 from tensorize_assets.core.manifest import read_manifest, read_unplaced
 from tensorize_assets.core.publish import roll_back
-from tensorize_assets.core.signing import KEY_VARIABLE, load_or_create_signing_key
+from tensorize_assets.core.signing import load_or_create_signing_key
 from tensorize_assets.core.store import Store, open_store
 from tensorize_assets.core.verify import verify_folder, verify_place
 
@@ -135,7 +135,7 @@ def build(
         oneshot = {
             "suffix": suffix or str(uuid.uuid4()),
             "profile": _profile(options),
-            "root": serialized_directory and _absolute(serialized_directory),
+            "root": serialized_directory and absolute(serialized_directory),
         }
         _finish(_run_oneshot(home, model, oneshot), as_json)
 
@@ -148,9 +148,9 @@ def verify(
     """Hash every file of an artifact directory and compare with its manifest. Needs no vLLM."""
     with errors():
         if s3.is_s3(directory):
-            report = verify_place(_open(directory), None)
+            report = verify_place(open_place(directory), None)
         else:
-            report = verify_folder(Path(directory).absolute(), None)
+            report = verify_folder(Path(absolute(directory)), None)
     if as_json:
         fields = report.model_dump(mode="json", exclude={"manifest"})
         print_json({**fields, "signed_by_this_home": _is_ours(report.key_id)})
@@ -266,12 +266,12 @@ def copy(
         "ca_bundle": target_ca_bundle,
     }
     with errors():
-        found = read_unplaced(_open(source, there), "", None)
+        found = read_unplaced(open_place(source, there), "", None)
         if found is None:
             raise ManifestError(f"{source} has no manifest.json: it is no finished artifact")
-        directory = directory_of(found.manifest, _absolute(source))
-        root = _absolute(source).rstrip("/").removesuffix(f"/{directory}")
-        report = copy_build(_open(root, there), directory, _open(target, here), None, say)
+        directory = directory_of(found.manifest, absolute(source))
+        root = absolute(source).rstrip("/").removesuffix(f"/{directory}")
+        report = copy_build(open_place(root, there), directory, open_place(target, here), None, say)
     if as_json:
         print_json({"target": target, **report._asdict()})
     else:
@@ -343,17 +343,9 @@ def _key(home: Path) -> Any:
     return load_or_create_signing_key(home / "keys" / "signing.key")
 
 
-def _own_key_id() -> str | None:
-    """The id of this home's signing key; None where there is none, and none is made."""
-    path = dagster_home() / "keys" / "signing.key"
-    if not path.exists() and not os.environ.get(KEY_VARIABLE):
-        return None
-    return load_or_create_signing_key(path).key_id
-
-
 def _is_ours(key_id: str | None) -> bool | None:
-    own = _own_key_id()
-    return None if own is None or key_id is None else own == key_id
+    own = own_key()
+    return None if own is None or key_id is None else own.key_id == key_id
 
 
 def _whose(key_id: str | None) -> str:
@@ -366,20 +358,6 @@ def _store(home: Path, catalog: Catalog) -> tuple[Store, tuple[str, ...]]:
     root = resolve_root(catalog, catalog_path(home))
     access = s3.resolve(catalog.s3) if s3.is_s3(root) else None
     return open_store(root, access), (_key(home).public_key,)
-
-
-def _absolute(place: str) -> str:
-    # `S3://` or `s3:/` would otherwise be a folder of that name, and the copy a success.
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", place) and not s3.is_s3(place):
-        raise CatalogError("a place is a folder or s3://bucket/prefix; this is another URL")
-    return place if s3.is_s3(place) else str(Path(place).absolute())
-
-
-def _open(place: str, given: Mapping[str, str | None] | None = None) -> Store:
-    """The store at a folder or s3:// URI; S3 is reached as `given` and the catalog say."""
-    if not s3.is_s3(place):
-        return open_store(_absolute(place))
-    return open_store(place, s3_access(given))
 
 
 def _profile(options: dict[str, Any]) -> dict[str, Any]:

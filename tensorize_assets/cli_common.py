@@ -17,6 +17,8 @@ from rich.console import Console
 from tensorize_assets.core import jsonio, s3
 from tensorize_assets.core.catalog import Catalog, load_catalog
 from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
+from tensorize_assets.core.signing import KEY_VARIABLE, SecretKey, load_or_create_signing_key
+from tensorize_assets.core.store import Store, open_store
 
 FAILED = 1
 WRONG = 2
@@ -64,6 +66,34 @@ def found_catalog() -> Catalog | None:
     """The catalog of the Dagster home, where there is one. Raises CatalogError for a wrong one."""
     path = catalog_path()
     return load_catalog(path) if path.is_file() else None
+
+
+def open_place(place: str, given: Mapping[str, str | None] | None = None) -> Store:
+    """The store at a folder or s3:// URI; S3 is reached as `given` and the catalog say.
+
+    Raises CatalogError for another URL, and as `s3_access`; StoreError for no such store.
+    """
+    return open_store(absolute(place), s3_access(given) if s3.is_s3(place) else None)
+
+
+def absolute(place: str) -> str:
+    """An s3:// URI as it is, a folder made absolute. Raises CatalogError for another URL."""
+    if s3.is_other_url(place):
+        raise CatalogError("a place is a folder or s3://bucket/prefix; this is another URL")
+    return place if s3.is_s3(place) else str(Path(place).absolute())
+
+
+def signing_key_path() -> Path:
+    """The file of the home's signing key."""
+    return home() / "keys" / "signing.key"
+
+
+def own_key() -> SecretKey | None:
+    """The home's signing key; None where there is none, and none is made."""
+    path = signing_key_path()
+    if not environ.get(KEY_VARIABLE, "").strip() and not path.exists():
+        return None
+    return load_or_create_signing_key(path)
 
 
 def s3_access(given: Mapping[str, str | None] | None = None) -> s3.S3Access:

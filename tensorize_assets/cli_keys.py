@@ -18,16 +18,18 @@ from tensorize_assets.cli_common import (
     errors,
     found_catalog,
     home,
+    open_place,
     out,
+    own_key,
     print_json,
-    s3_access,
+    signing_key_path,
 )
-from tensorize_assets.core import s3, sealing
+from tensorize_assets.core import sealing
 from tensorize_assets.core.catalog import resolve_root
 from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
 from tensorize_assets.core.sealing import KeyRecord, PrivateKey, SealingError
-from tensorize_assets.core.signing import KEY_VARIABLE, load_or_create_signing_key
-from tensorize_assets.core.store import Store, open_store
+from tensorize_assets.core.signing import load_or_create_signing_key
+from tensorize_assets.core.store import Store
 
 keys_app = typer.Typer(
     help="Data keys of encrypted builds: stored sealed to recipients, who have private keys. A "
@@ -135,7 +137,7 @@ def reseal(
             store,
             key_id,
             own,
-            load_or_create_signing_key(_signing_key_path()),
+            load_or_create_signing_key(signing_key_path()),
             add=added,
             remove=remove or [],
             trusted=trusted,
@@ -185,32 +187,26 @@ def _default_private_key() -> Path:
     return home() / "keys" / "private.key"
 
 
-def _signing_key_path() -> Path:
-    return home() / "keys" / "signing.key"
-
-
 def _store(root: str | None) -> Store:
     catalog = found_catalog()
     if root is None:
         if catalog is None:
             raise CatalogError(f"give --root: there is no catalog at {catalog_path()}")
         root = resolve_root(catalog, catalog_path())
-    if s3.is_s3(root):
-        return open_store(root, s3_access())
-    return open_store(str(Path(root).absolute()))
+    return open_place(root)
 
 
 def _trusted(trust: Sequence[str] | None) -> tuple[str, ...]:
     """The public keys that are believed. Makes no signing key: a new one has signed nothing."""
     if trust:
         return tuple(trust)
-    path = _signing_key_path()
-    if not environ.get(KEY_VARIABLE, "").strip() and not path.exists():
+    key = own_key()
+    if key is None:
         raise CatalogError(
-            f"there is no signing key at {path} whose records could be believed: give --trust with "
-            "the public key of whoever signed them"
+            f"there is no signing key at {signing_key_path()} whose records could be believed: "
+            "give --trust with the public key of whoever signed them"
         )
-    return (load_or_create_signing_key(path).public_key,)
+    return (key.public_key,)
 
 
 def _private_key(

@@ -10,6 +10,7 @@ from rich.table import Table
 from tensorize_assets.cli_common import (
     FAILED,
     Json,
+    absolute,
     catalog_path,
     errors,
     found_catalog,
@@ -91,7 +92,7 @@ def _resolve(uri: str | None, given: dict[str, str | None]) -> tuple[str, S3Acce
         if catalog is None:
             raise CatalogError(f"give the store to check; there is no catalog at {catalog_path()}")
         uri = resolve_root(catalog, catalog_path())
-    return uri, s3_access(given) if is_s3(uri) else None
+    return absolute(uri), s3_access(given) if is_s3(uri) else None
 
 
 def _show(report: StoreReport) -> None:

@@ -341,3 +341,21 @@ def test_catalog_sync_adds_partitions_that_dagster_keeps(home: Path) -> None:
         check=True,
     )
     assert "org--tiny" in listed.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify", "gs://bucket/x"),
+        ("store", "check", "s3:/bucket/x"),
+        ("keys", "list", "--root", "S3://bucket"),
+        ("copy", "x", "gs://bucket"),
+        ("copy", "S3://bucket/x", "y"),
+    ],
+)
+def test_a_url_that_no_store_has_is_asked_wrongly(tmp_path: Path, arguments: tuple[str, ...]):
+    """It would be a folder of that name, and a check or a copy there a success."""
+    done = tensorize(tmp_path, *arguments)
+    assert 2 == done.returncode
+    assert "this is another URL" in done.stderr
+    assert [] == list(tmp_path.iterdir())

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tensorize_assets.core.errors import CatalogError, StoreError
-from tensorize_assets.core.s3 import S3Settings, is_s3, split_uri
+from tensorize_assets.core.s3 import S3Settings, is_other_url, is_s3, split_uri
 
 DEFAULT_PROMPTS = (
     "The capital of France is",
@@ -153,7 +153,7 @@ def _root(value: str) -> str:
             split_uri(value)
         except StoreError as error:
             raise ValueError(str(error)) from None
-    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", value):
+    elif is_other_url(value):
         raise ValueError("is a URL that is not s3://; write s3://bucket/prefix, or a folder")
     if not value or value != value.strip() or re.search(r"[\x00-\x1f\x7f]", value):
         raise ValueError("is not a folder; write a path such as artifacts, without blanks around")

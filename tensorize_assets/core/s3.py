@@ -281,6 +281,14 @@ def is_s3(root: str) -> bool:
     return root.startswith(_SCHEME)
 
 
+def is_other_url(root: str) -> bool:
+    """Say whether `root` is a URL that no store has, as `S3://`, `s3:/` and `gs://` are.
+
+    As a path it would be a folder of that name, and a copy to it a success.
+    """
+    return not is_s3(root) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", root) is not None
+
+
 def split_uri(uri: str) -> tuple[str, str]:
     """Return bucket and prefix of s3://bucket/prefix; the prefix may be empty.
 

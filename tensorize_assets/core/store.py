@@ -152,17 +152,17 @@ def open_store(root: str, access: S3Access | None = None) -> Store:
 
     Raises StoreError for a root that is neither.
     """
-    scheme, separator, _ = root.partition("://")
-    if scheme == "s3" and separator:
-        # Not before a root asks for it: boto3 takes long to import.
-        from tensorize_assets.core.s3 import from_environment
+    # Not before a root asks for it: boto3 takes long to import, and these do not import it.
+    from tensorize_assets.core.s3 import from_environment, is_other_url, is_s3
+
+    if is_s3(root):
         from tensorize_assets.core.s3_store import S3Store
 
         return S3Store(root, access or from_environment())
-    if separator:
+    if is_other_url(root):
         raise StoreError(
-            f"root {scheme}://… is no store; set `root` in the catalog to s3://bucket/prefix or "
-            "to the path of a folder"
+            f"root {root.partition(':')[0]}:… is no store; set `root` in the catalog to "
+            "s3://bucket/prefix or to the path of a folder"
         )
     if not root:
         raise StoreError(

@@ -480,7 +480,9 @@ def test_nothing_is_left_to_sweep_where_nobody_was_killed(store: Store, scratch:
     ("root", "message"),
     [
         ("", "has no root"),
-        ("gs://bucket/prefix", r"gs://… is no store"),
+        ("gs://bucket/prefix", r"gs:… is no store"),
+        ("S3://bucket/prefix", r"S3:… is no store"),
+        ("s3:/bucket/prefix", r"s3:… is no store"),
         ("s3://", "names no bucket"),
         ("s3:///prefix", "names no bucket"),
         ("s3://Bucket", "cannot be a bucket"),
