@@ -266,12 +266,14 @@ def copy(
         "ca_bundle": target_ca_bundle,
     }
     with errors():
+        # Both first: a mistyped target shows before the source is read.
+        target_store = open_place(target, here)
         found = read_unplaced(open_place(source, there), "", None)
         if found is None:
             raise ManifestError(f"{source} has no manifest.json: it is no finished artifact")
         directory = directory_of(found.manifest, absolute(source))
         root = absolute(source).rstrip("/").removesuffix(f"/{directory}")
-        report = copy_build(open_place(root, there), directory, open_place(target, here), None, say)
+        report = copy_build(open_place(root, there), directory, target_store, None, say)
     if as_json:
         print_json({"target": target, **report._asdict()})
     else:
