@@ -60,7 +60,11 @@ def resources(folder: Path, artifact_store: StoreResource | None = None) -> dict
         "hub_access": HubResource(
             cache_dir=os.environ.get("TENSORIZE_HUB_CACHE") or str(folder / "hub")
         ),
-        "keyring": KeyringResource(signing_key=str(folder / "keys" / "signing.key")),
+        "keyring": KeyringResource(
+            catalog=catalog,
+            signing_key=str(folder / "keys" / "signing.key"),
+            private_key=str(folder / "keys" / "private.key"),
+        ),
         "launcher": SubprocessLauncher(),
         "io_manager": ManifestIOManager(store=artifact_store),
     }

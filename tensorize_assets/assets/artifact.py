@@ -19,7 +19,12 @@ from tensorize_assets.core.manifest import (
     manifest_sha256,
     read_manifest,
 )
-from tensorize_assets.core.records import ArtifactRecord, ShardsRecord, SnapshotRecord
+from tensorize_assets.core.records import (
+    ArtifactPlace,
+    ArtifactRecord,
+    ShardsRecord,
+    SnapshotRecord,
+)
 from tensorize_assets.core.store import Store
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
@@ -70,8 +75,14 @@ def artifact(
             model=target.model,
             suffix=target.suffix,
             build_id=hf_snapshot.build_id,
-            directory=hf_snapshot.directory,
-            manifest_sha256=sha256,
+            variants=(
+                ArtifactPlace(
+                    build_id=hf_snapshot.build_id,
+                    directory=hf_snapshot.directory,
+                    manifest_sha256=sha256,
+                    encrypted=False,
+                ),
+            ),
         ),
         data_version=dg.DataVersion(sha256),
         metadata={

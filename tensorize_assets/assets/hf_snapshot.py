@@ -10,13 +10,18 @@ from tensorize_assets.assets.target import (
     set_build,
     target_of,
 )
-from tensorize_assets.core import channel, hub, jsonio, layout
+from tensorize_assets.core import build_keys, channel, hub, jsonio, layout, sealing
 from tensorize_assets.core.build import BuildInputs, build_id, differences
-from tensorize_assets.core.catalog import byte_fields, check_tensor_parallel
-from tensorize_assets.core.errors import ConflictError, HubError, ManifestError
-from tensorize_assets.core.manifest import StoredManifest, read_manifest
+from tensorize_assets.core.catalog import Catalog, byte_fields, check_tensor_parallel
+from tensorize_assets.core.errors import CatalogError, ConflictError, HubError, ManifestError
+from tensorize_assets.core.manifest import (
+    Manifest,
+    SnapshotEntry,
+    StoredManifest,
+    read_manifest,
+)
 from tensorize_assets.core.protocol import format_bytes
-from tensorize_assets.core.records import SnapshotRecord
+from tensorize_assets.core.records import AdapterRecord, EncryptedBuild, SnapshotRecord
 from tensorize_assets.core.store import Store
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
@@ -59,22 +64,24 @@ def hf_snapshot(
         store = artifact_store.open(target.root)
         access = hub_access.access()
         listing = _resolve(store, access, target)
-        inputs = _inputs(target, listing.commit, launcher.versions())
+        adapters = {
+            adapter.name: hub.resolve_adapter(access, adapter.repo, adapter.revision)
+            for adapter in target.profile.adapters
+        }
+        inputs = _inputs(target, listing.commit, adapters, launcher.versions())
         build = build_id(inputs)
         set_build(context, build)
         directory = target.directory(build)
-        done = read_manifest(store, directory, keyring.trusted())
-        _require_free(target, directory, build, done)
+        encrypted = _encrypted(context, store, keyring, catalog.catalog(), target, inputs)
+        stored = _stored(store, keyring, target, build, encrypted)
+        complete = all(stored.values())
         changed = _what_is_new(context, store, keyring, target, inputs)
-        if done is not None:
-            snapshot = hub.Snapshot.model_validate(
-                {
-                    "model": target.model,
-                    **jsonio.dump_record(done.manifest.snapshot),
-                    "revision": target.profile.revision,
-                }
-            )
-            context.log.info(f"build {build} is complete in {store.uri(directory)}")
+        # One variant is enough: the other is made of it.
+        known = next((found for found in stored.values() if found is not None), None)
+        if known is not None:
+            snapshot, adapter_records = _from_manifest(known.manifest, target)
+            whole = ", ".join(store.uri(place) for place, found in stored.items() if found)
+            context.log.info(f"build {build} is complete in {whole}")
         else:
             problem = check_tensor_parallel(target.profile, hub.fetch_config(access, listing))
             if problem:
@@ -82,6 +89,12 @@ def hf_snapshot(
             progress = _progress(context, target)
             snapshot, folder = hub.download(access, target.model, listing, progress)
             context.log.info(f"{target.model} at {listing.commit} is in {folder}")
+            adapter_records = tuple(
+                AdapterRecord(
+                    name=name, snapshot=hub.download(access, found.model, found, progress)[0]
+                )
+                for name, found in adapters.items()
+            )
     record = SnapshotRecord(
         model=target.model,
         suffix=target.suffix,
@@ -90,6 +103,9 @@ def hf_snapshot(
         profile=target.profile.model_dump(mode="json"),
         directory=directory,
         snapshot=snapshot,
+        adapters=adapter_records,
+        encryption=target.profile.encryption,
+        encrypted=encrypted,
     )
     endpoint = (access.endpoint or "https://huggingface.co").rstrip("/")
     return dg.MaterializeResult(
@@ -101,7 +117,9 @@ def hf_snapshot(
             "build_id": build,
             "files": len(snapshot.files),
             "bytes": sum(file.size for file in snapshot.files),
-            "already_complete": done is not None,
+            "already_complete": complete,
+            **{f"adapter {name}": found.commit for name, found in adapters.items()},
+            **({"data_key": encrypted.key_id} if encrypted else {}),
             **({"differs_from_published": "\n".join(changed)} if changed else {}),
         },
     )
@@ -155,24 +173,112 @@ def _progress(context: dg.AssetExecutionContext, target: Target) -> hub.Progress
     return progress
 
 
-def _inputs(target: Target, commit: str, versions: dict[str, str]) -> BuildInputs:
+def _encrypted(
+    context: dg.AssetExecutionContext,
+    store: Store,
+    keyring: KeyringResource,
+    catalog: Catalog,
+    target: Target,
+    inputs: BuildInputs,
+) -> EncryptedBuild | None:
+    """The build's encrypted variant: its data key is made here, or found, and sealed.
+
+    It is sealed to just those whom the catalog names: who came or went since it was made is put
+    right. Without this home among them nothing could be reloaded.
+    """
+    if target.profile.encryption == "none":
+        return None
+    own = keyring.private()
+    recipients = catalog.recipients
+    if own.public_key not in recipients.values():
+        raise CatalogError(
+            f"{target.model} {target.suffix}: this home could not open what it encrypts, to reload "
+            f"it; add its public key to the catalog's recipients: {own.public_key}"
+        )
+    key, trusted = keyring.key(), keyring.trusted()
+    build = build_id(inputs)
+
+    def make() -> str:
+        made = sealing.new_data_key(store, recipients, key)
+        made.data_key.wipe()
+        return made.key_id
+
+    key_id = build_keys.assign(store, target.model, target.suffix, build, make, key, trusted)
+    before = sealing.recipients_of(store, key_id, trusted)
+    if before != dict(sorted(recipients.items())):
+        sealing.reseal(store, key_id, own, recipients, key, trusted=trusted)
+        context.log.info(
+            f"data key {key_id} was sealed to {', '.join(before)}, and is now, as the catalog "
+            f"says, to {', '.join(sorted(recipients))}"
+        )
+    its_own = build_id(inputs.model_copy(update={"data_key": key_id}))
+    return EncryptedBuild(
+        key_id=key_id, build_id=its_own, directory=target.encrypted_directory(its_own)
+    )
+
+
+def _stored(
+    store: Store,
+    keyring: KeyringResource,
+    target: Target,
+    build: str,
+    encrypted: EncryptedBuild | None,
+) -> dict[str, StoredManifest | None]:
+    """The manifest of each variant that the profile asks for, by its directory.
+
+    Raises ManifestError for a one-shot's directory, named by its user, that holds another build.
+    """
+    places = {} if target.profile.encryption == "only" else {target.directory(build): build}
+    if encrypted is not None:
+        places[encrypted.directory] = encrypted.build_id
+    found = {place: read_manifest(store, place, keyring.trusted()) for place in places}
+    for directory, stored in found.items():
+        if stored is not None and stored.manifest.build_id != places[directory]:
+            raise ManifestError(
+                f"{directory} holds build {stored.manifest.build_id} and a directory is written "
+                f"once; this is build {places[directory]} of {target.model}: choose another "
+                "--suffix"
+            )
+    return found
+
+
+def _from_manifest(
+    manifest: Manifest, target: Target
+) -> tuple[hub.Snapshot, tuple[AdapterRecord, ...]]:
+    """What was downloaded when the build was made; nothing of it is needed again."""
+    snapshot = _snapshot(target.model, manifest.snapshot, target.profile.revision)
+    wanted = {adapter.name: adapter.revision for adapter in target.profile.adapters}
+    adapters = tuple(
+        AdapterRecord(
+            name=adapter.name,
+            snapshot=_snapshot(adapter.repo, adapter.snapshot, wanted[adapter.name]),
+        )
+        for adapter in manifest.adapters
+    )
+    return snapshot, adapters
+
+
+def _snapshot(repo: str, entry: SnapshotEntry, revision: str) -> hub.Snapshot:
+    return hub.Snapshot.model_validate(
+        {"model": repo, **jsonio.dump_record(entry), "revision": revision}
+    )
+
+
+def _inputs(
+    target: Target,
+    commit: str,
+    adapters: dict[str, hub.RevisionListing],
+    versions: dict[str, str],
+) -> BuildInputs:
     return BuildInputs(
         model=target.model,
         commit=commit,
+        adapters=tuple((name, found.commit) for name, found in adapters.items()),
         profile=byte_fields(target.profile),
         vllm=versions["vllm"],
         torch=versions["torch"],
         tensorizer=versions["tensorizer"],
     )
-
-
-def _require_free(target: Target, directory: str, build: str, done: StoredManifest | None) -> None:
-    """A one-shot's directory is named by its user: refuse one that holds another build."""
-    if done is not None and done.manifest.build_id != build:
-        raise ManifestError(
-            f"{directory} holds build {done.manifest.build_id} and a directory is written once; "
-            f"this is build {build} of {target.model}: choose another --suffix"
-        )
 
 
 def _what_is_new(
@@ -192,7 +298,8 @@ def _what_is_new(
     if before is None:
         context.log.warning(f"the published build {current.build_id} has lost its manifest")
         return ()
-    changed = differences(before.manifest.inputs, inputs)
+    # With `encryption: only` the published build is the encrypted one.
+    changed = differences(before.manifest.inputs.model_copy(update={"data_key": None}), inputs)
     if changed:
         context.log.info(f"differs from published build {current.build_id}: " + "; ".join(changed))
     return changed

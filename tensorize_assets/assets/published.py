@@ -9,6 +9,7 @@ from tensorize_assets.assets.target import (
     target_of,
 )
 from tensorize_assets.core import layout
+from tensorize_assets.core.channel import EncryptedVariant
 from tensorize_assets.core.publish import publish
 from tensorize_assets.core.records import ArtifactRecord, PublishedRecord, ReloadRecord
 from tensorize_assets.partitions import model_suffix
@@ -45,22 +46,34 @@ def published(
         target = target_of(context, catalog)
         require_one_build(context, target, artifact, reload_check)
         store = artifact_store.open(target.root)
+        first, *others = artifact.variants
         entry = publish(
             store,
             keyring.key(),
             keyring.trusted(),
             model=target.model,
             suffix=target.suffix,
-            build_id=artifact.build_id,
-            directory=artifact.directory,
+            build_id=first.build_id,
+            directory=first.directory,
             device=target.profile.reload_device,
+            encrypted=next(
+                (
+                    EncryptedVariant(
+                        build_id=other.build_id,
+                        directory=other.directory,
+                        manifest_sha256=other.manifest_sha256,
+                    )
+                    for other in others
+                ),
+                None,
+            ),
             republish=config.republish,
         )
         key = layout.channel_key(target.model, target.suffix)
-    held = entry.build_id != artifact.build_id
+    held = entry.build_id != first.build_id
     if held:
         context.log.warning(
-            f"not published: a rollback took build {artifact.build_id} out of service; to publish "
+            f"not published: a rollback took build {first.build_id} out of service; to publish "
             "it again, materialize this asset with `republish: true`"
         )
     context.log.info(f"{store.uri(key)} is at entry {entry.number}: build {entry.build_id}")
@@ -79,6 +92,11 @@ def published(
             "build_id": entry.build_id,
             "commit": entry.commit,
             "directory": dg.PathMetadataValue(store.uri(entry.directory)),
+            **(
+                {"encrypted": dg.PathMetadataValue(store.uri(entry.encrypted.directory))}
+                if entry.encrypted
+                else {}
+            ),
             "device": entry.device,
             "vllm_version": entry.vllm_version,
         },

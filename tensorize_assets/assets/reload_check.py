@@ -25,7 +25,12 @@ from tensorize_assets.core.evidence import (
 )
 from tensorize_assets.core.layout import evidence_key
 from tensorize_assets.core.manifest import StoredManifest, read_manifest
-from tensorize_assets.core.records import ArtifactRecord, ReferenceRecord, ReloadRecord
+from tensorize_assets.core.records import (
+    ArtifactPlace,
+    ArtifactRecord,
+    ReferenceRecord,
+    ReloadRecord,
+)
 from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import ReferenceResult, ReloadRequest, ReloadResult
 from tensorize_assets.partitions import model_suffix
@@ -82,10 +87,11 @@ def reload_check(
             target = target_of(context, catalog)
             require_one_build(context, target, artifact, reference_outputs)
             store = artifact_store.open(target.root)
-            stored = read_manifest(store, artifact.directory, keyring.trusted())
-            if stored is None or stored.sha256 != artifact.manifest_sha256:
+            place = artifact.variants[0]
+            stored = read_manifest(store, place.directory, keyring.trusted())
+            if stored is None or stored.sha256 != place.manifest_sha256:
                 raise EvidenceError(
-                    f"{store.uri(artifact.directory)} has lost its manifest, or has another than "
+                    f"{store.uri(place.directory)} has lost its manifest, or has another than "
                     "its record says; materialize the asset artifact again"
                 )
             evidence = _passed_before(store, keyring, target, stored, reference_outputs)
@@ -100,13 +106,11 @@ def reload_check(
                 handed_over = artifact_store.hand_over(target.root)
                 reload = launcher.run(
                     context,
-                    _request(target, stored, artifact, handed_over),
+                    _request(target, stored, place, handed_over),
                     ReloadResult,
                     handed_over.secrets,
                 ).result
-                perplexity = _published_perplexity(
-                    context, store, keyring, target, artifact.build_id
-                )
+                perplexity = _published_perplexity(context, store, keyring, target, place.build_id)
                 evidence = _evidence(
                     target, stored, reference_outputs, reference, reload, perplexity
                 )
@@ -125,8 +129,7 @@ def reload_check(
             model=target.model,
             suffix=target.suffix,
             build_id=artifact.build_id,
-            manifest_sha256=stored.sha256,
-            evidence=evidence_key(stored.sha256, evidence.device, evidence.vllm_version),
+            evidence=(evidence_key(stored.sha256, evidence.device, evidence.vllm_version),),
             passed=evidence.passed,
         ),
         metadata=_metadata(evidence),
@@ -135,7 +138,7 @@ def reload_check(
 
 
 def _request(
-    target: Target, stored: StoredManifest, artifact: ArtifactRecord, handed_over: HandedOver
+    target: Target, stored: StoredManifest, artifact: ArtifactPlace, handed_over: HandedOver
 ) -> ReloadRequest:
     manifest = stored.manifest
     shards = {shard.file for shard in manifest.shards}

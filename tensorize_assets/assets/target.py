@@ -48,6 +48,12 @@ class Target(Record):
             return layout.oneshot_dir(self.model, self.suffix)
         return layout.artifact_dir(self.model, self.suffix, build_id)
 
+    def encrypted_directory(self, build_id: str) -> str:
+        """The key of the directory of an encrypted build."""
+        if self.oneshot:
+            return layout.oneshot_encrypted_dir(self.model, self.suffix)
+        return layout.encrypted_dir(self.model, self.suffix, build_id)
+
     def record_key(self, asset: str) -> str:
         """The key of an asset's record of this partition, in the catalog's root."""
         partition = layout.ONESHOT_PARTITION if self.oneshot else self.suffix

@@ -87,6 +87,7 @@ def tensorized_shards(
             model=target.model,
             suffix=target.suffix,
             build_id=hf_snapshot.build_id,
+            directory=hf_snapshot.directory,
             result=result,
         ),
         metadata={

@@ -16,7 +16,8 @@ class BuildInputs(jsonio.Record):
     """Everything that decides the bytes of a build, and nothing else.
 
     `profile` holds the profile's fields that change bytes; recipients, prompts, reader counts
-    and schedules are not in it. `adapters` are pairs of name and commit.
+    and schedules are not in it. `adapters` are pairs of name and commit. `data_key` is the id of
+    the key that an encrypted build's tensors are encrypted with; None for plaintext.
     """
 
     model: str
@@ -26,6 +27,7 @@ class BuildInputs(jsonio.Record):
     vllm: str
     torch: str
     tensorizer: str
+    data_key: jsonio.KeyId | None = None
 
     @field_validator("vllm", "torch", "tensorizer")
     @classmethod
@@ -47,7 +49,11 @@ class BuildInputs(jsonio.Record):
 
 def build_id(inputs: BuildInputs) -> str:
     """Return the first 12 hex digits of the SHA-256 of the inputs' canonical JSON."""
-    data = jsonio.canonical(jsonio.dump_record(inputs), f"build inputs of {inputs.model}")
+    fields = jsonio.dump_record(inputs)
+    if inputs.data_key is None:
+        # Plaintext builds keep the ids that they had before there was encryption.
+        del fields["data_key"]
+    data = jsonio.canonical(fields, f"build inputs of {inputs.model}")
     return hashlib.sha256(data).hexdigest()[:_ID_DIGITS]
 
 
@@ -71,6 +77,7 @@ def _flat(inputs: BuildInputs) -> dict[str, JsonValue]:
         "vllm version": inputs.vllm,
         "torch version": inputs.torch,
         "tensorizer version": inputs.tensorizer,
+        **({"data key": inputs.data_key} if inputs.data_key else {}),
     }
 
 

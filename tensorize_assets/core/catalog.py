@@ -19,11 +19,15 @@ from pydantic import (
     JsonValue,
     ValidationError,
     WithJsonSchema,
+    field_validator,
+    model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tensorize_assets.core.errors import CatalogError, StoreError
+from tensorize_assets.core.errors import CatalogError, SignatureError, StoreError
 from tensorize_assets.core.s3 import S3Settings, is_other_url, is_s3, split_uri
+from tensorize_assets.core.sealing import SealingError, check_public_key
+from tensorize_assets.core.signing import check_verify_key
 
 DEFAULT_PROMPTS = (
     "The capital of France is",
@@ -44,6 +48,8 @@ SUFFIX_PATTERN = (
     r"^(?!.*\.\.)(?!.*\.[Jj][Ss][Oo][Nn]$)(?![Aa][Dd][Hh][Oo][Cc]$)"
     rf"[A-Za-z0-9_][A-Za-z0-9_.\-]{{0,{MAX_SUFFIX_LENGTH - 1}}}$"
 )
+
+ADAPTER_NAME_PATTERN = r"^[A-Za-z0-9](?:[A-Za-z0-9_.\-]{0,62}[A-Za-z0-9_\-])?$"
 
 # What a value must be, by the argument's name. Arguments of TensorSerializer.__init__ and
 # TensorDeserializer.__init__ in tensorizer 2.10.1 (tensorizer/serialization.py), together with
@@ -147,6 +153,32 @@ def _revision(value: str) -> str:
     return value
 
 
+def _adapter_name(value: str) -> str:
+    if re.fullmatch(ADAPTER_NAME_PATTERN, value) is None:
+        raise ValueError(
+            "is not a name: 1 to 64 letters, digits, . _ -, starting with a letter or digit"
+        )
+    return value
+
+
+def _recipient_name(value: str) -> str:
+    return _adapter_name(value)
+
+
+def _recipient_key(value: str) -> str:
+    try:
+        return check_public_key(value)
+    except SealingError as error:
+        raise ValueError(str(error)) from None
+
+
+def _trusted_key(value: str) -> str:
+    try:
+        return check_verify_key(value)
+    except SignatureError as error:
+        raise ValueError(str(error)) from None
+
+
 def _root(value: str) -> str:
     if is_s3(value):
         try:
@@ -241,9 +273,45 @@ ModelId = Annotated[
 Suffix = Annotated[
     str, AfterValidator(_suffix), WithJsonSchema({"type": "string", "pattern": SUFFIX_PATTERN})
 ]
+AdapterName = Annotated[
+    str,
+    AfterValidator(_adapter_name),
+    WithJsonSchema({"type": "string", "pattern": ADAPTER_NAME_PATTERN}),
+]
+RecipientName = Annotated[
+    str,
+    AfterValidator(_recipient_name),
+    WithJsonSchema({"type": "string", "pattern": ADAPTER_NAME_PATTERN}),
+]
+RecipientKey = Annotated[
+    str, AfterValidator(_recipient_key), WithJsonSchema({"type": "string", "pattern": "=$"})
+]
+TrustedKey = Annotated[
+    str, AfterValidator(_trusted_key), WithJsonSchema({"type": "string", "pattern": "=$"})
+]
 Prompt = Annotated[
     str, AfterValidator(_prompt), WithJsonSchema({"type": "string", "pattern": r"\S"})
 ]
+
+
+Encryption = Literal["none", "both", "only"]
+
+
+class Adapter(BaseModel):
+    """A LoRA adapter of a model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: AdapterName = Field(
+        description="What the adapter is called when it is served: a label such as summarize."
+    )
+    repo: ModelId = Field(description="The adapter's Hub repo: org/name.")
+    revision: Annotated[str, AfterValidator(_revision)] = Field(
+        default="main",
+        description="Branch, tag or commit of the adapter's repo.",
+        min_length=1,
+        max_length=200,
+    )
 
 
 class Profile(BaseModel):
@@ -278,6 +346,16 @@ class Profile(BaseModel):
     reload_device: Literal["cuda", "cpu"] = Field(
         description="Device on which the finished artifact is loaded again and compared before "
         "it is published. There is no default: choose the proof you want.",
+    )
+    adapters: tuple[Adapter, ...] = Field(
+        default=(),
+        description="LoRA adapters that are stored, reloaded and served with the model. A new "
+        "commit of one is a new build.",
+    )
+    encryption: Encryption = Field(
+        default="none",
+        description="none: tensors are stored as they are. both: an encrypted artifact beside the "
+        "plaintext one. only: nothing but the encrypted one; plaintext tensors are never written.",
     )
     serialization_kwargs: Annotated[dict[str, JsonValue], AfterValidator(_serialization)] = Field(
         default={},
@@ -314,6 +392,15 @@ class Profile(BaseModel):
         "build's by more than this fraction: 0.1 is 10 %.",
     )
 
+    @field_validator("adapters")
+    @classmethod
+    def _unique_names(cls, adapters: tuple[Adapter, ...]) -> tuple[Adapter, ...]:
+        # Without regard to case: each has a folder, and some disks have none either.
+        names = [adapter.name.lower() for adapter in adapters]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"an adapter is named twice: {', '.join(twice)}; rename one")
+        return adapters
+
 
 class ModelEntry(BaseModel):
     """One model and the ways to build it."""
@@ -343,10 +430,32 @@ class Catalog(BaseModel):
         description="How an s3:// root is reached, where boto3's own settings are not enough. "
         "Never credentials: those come from the environment, a profile or the machine's role.",
     )
+    recipients: dict[RecipientName, RecipientKey] = Field(
+        default={},
+        description="Who can open encrypted builds: public keys by name, as `tensorize keys "
+        "generate` prints them. The home that builds must be one of them, to reload what it built.",
+        json_schema_extra={"additionalProperties": False},
+    )
+    trust: tuple[TrustedKey, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Public signing keys (base64) whose manifests, evidence and channels are "
+        "believed. Without it: this home's own key alone.",
+    )
     models: dict[ModelId, ModelEntry] = Field(
         description="Models by their Hub repo id: org/name.",
         json_schema_extra={"additionalProperties": False},
     )
+
+    @model_validator(mode="after")
+    def _has_recipients(self) -> Catalog:
+        for model, suffix in self.pairs():
+            if self.models[model].profiles[suffix].encryption != "none" and not self.recipients:
+                raise ValueError(
+                    f"{model} {suffix} is to be encrypted, and nobody could open it: add "
+                    "recipients, name: public key (`tensorize keys generate` makes a pair)"
+                )
+        return self
 
     def profile(self, model: str, suffix: str) -> Profile:
         """The profile of a pair. Raises CatalogError, naming what is near, when there is none."""

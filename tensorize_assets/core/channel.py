@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from typing import Annotated, Literal, NamedTuple
 
@@ -27,8 +27,19 @@ _LONGEST_PAUSE_S = 0.5
 _LISTED = 20
 
 
+class EncryptedVariant(jsonio.Record):
+    """The encrypted artifact that was published beside a plaintext one."""
+
+    build_id: jsonio.BuildId
+    directory: jsonio.RelativePath
+    manifest_sha256: jsonio.Sha256
+
+
 class ChannelEntry(jsonio.Record):
-    """One move: the build that became current for `vllm_version`, and the evidence it had."""
+    """One move: the build that became current for `vllm_version`, and the evidence it had.
+
+    With `encryption: only` it is the encrypted build; with `both` that one is `encrypted`.
+    """
 
     number: Annotated[int, Field(ge=1)]
     build_id: jsonio.BuildId
@@ -40,6 +51,7 @@ class ChannelEntry(jsonio.Record):
     evidence_key: jsonio.RelativePath
     reason: Literal["publish", "rollback"]
     when: AwareDatetime
+    encrypted: EncryptedVariant | None = None
 
     @field_validator("when")
     @classmethod
@@ -52,6 +64,13 @@ class ChannelEntry(jsonio.Record):
         if self.evidence_key != own:
             raise ValueError(f"evidence_key is {self.evidence_key}, but the entry's own is {own}")
         return self
+
+    def manifests(self) -> Iterator[tuple[str, str, str]]:
+        """Build id, directory and the manifest's SHA-256 of each variant."""
+        yield self.build_id, self.directory, self.manifest_sha256
+        if self.encrypted is not None:
+            other = self.encrypted
+            yield other.build_id, other.directory, other.manifest_sha256
 
 
 class Channel(jsonio.Record):
@@ -81,8 +100,9 @@ class Channel(jsonio.Record):
         folder = f"{layout.model_folder(self.model)}/"
         seen: set[str] = set()
         for entry in self.entries:
-            if not entry.directory.startswith(folder):
-                raise ValueError(f"entry {entry.number} names {entry.directory}, outside {folder}")
+            for _, directory, _ in entry.manifests():
+                if not directory.startswith(folder):
+                    raise ValueError(f"entry {entry.number} names {directory}, outside {folder}")
             if entry.reason == "rollback" and entry.build_id not in seen:
                 raise ValueError(f"entry {entry.number} rolls back to a build never published")
             seen.add(entry.build_id)
@@ -132,6 +152,7 @@ def append(
     vllm_version: str,
     device: Device,
     trusted: Collection[str] | None,
+    encrypted: EncryptedVariant | None = None,
     when: datetime | None = None,
     unless: Callable[[Channel], bool] | None = None,
 ) -> Channel:
@@ -160,6 +181,7 @@ def append(
             evidence_key=layout.evidence_key(manifest_sha256, device, vllm_version),
             reason="publish",
             when=when or datetime.now(UTC),
+            encrypted=encrypted,
         )
         return () if _is_current(entry, entries) else (entry,)
 
@@ -261,7 +283,11 @@ def _is_current(entry: ChannelEntry, entries: tuple[ChannelEntry, ...]) -> bool:
     for other in reversed(entries):
         if other.vllm_version != entry.vllm_version:
             continue
-        if (other.build_id, other.manifest_sha256) != (entry.build_id, entry.manifest_sha256):
+        if (other.build_id, other.manifest_sha256, other.encrypted) != (
+            entry.build_id,
+            entry.manifest_sha256,
+            entry.encrypted,
+        ):
             return False
         # The same build, current through the evidence of another device: look further back, or
         # two devices that publish in turn would lengthen the history each time.

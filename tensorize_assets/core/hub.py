@@ -88,6 +88,10 @@ _INDEXES: dict[WeightsFormat, str] = {
     "bin": "pytorch_model.bin.index.json",
 }
 
+_Choose = Callable[
+    ["HubAccess", str, str, "Sequence[HubFile]"], "tuple[tuple[HubFile, ...], WeightsFormat]"
+]
+
 _logger = logging.getLogger(__name__)
 
 
@@ -175,6 +179,19 @@ def resolve(access: HubAccess, model: str, revision: str) -> RevisionListing:
     Raises HubError for a missing, renamed, private or gated repo, a missing revision, no weights
     and file names that leave the folder; HubUnavailableError for what may pass.
     """
+    return _resolve(access, model, revision, _choose)
+
+
+def resolve_adapter(access: HubAccess, repo: str, revision: str) -> RevisionListing:
+    """As `resolve`, of a LoRA adapter's repo.
+
+    Chosen are adapter_model.safetensors or, without it, adapter_model.bin, with
+    adapter_config.json. An adapter's tokenizer is the base model's, and left out.
+    """
+    return _resolve(access, repo, revision, _choose_adapter)
+
+
+def _resolve(access: HubAccess, model: str, revision: str, choose: _Choose) -> RevisionListing:
     with _hub_errors(access, model, revision):
         info = _model_info(access, model, revision)
         if info.id != model:
@@ -183,7 +200,7 @@ def resolve(access: HubAccess, model: str, revision: str) -> RevisionListing:
                 "use the new name in the catalog"
             )
         files = [_declared(access, model, sibling) for sibling in info.siblings or ()]
-        chosen, weights_format = _choose(access, model, revision, files)
+        chosen, weights_format = choose(access, model, revision, files)
         return RevisionListing(
             model=model,
             revision=revision,
@@ -242,8 +259,10 @@ def local_path(access: HubAccess, snapshot: Snapshot) -> Path | None:
     return folder
 
 
-def ensure_local(access: HubAccess, snapshot: Snapshot) -> Path:
+def ensure_local(access: HubAccess, snapshot: Snapshot, *, adapter: bool = False) -> Path:
     """Return the folder of a snapshot that was verified before, downloaded again if it is gone.
+
+    `adapter`: it is one of `resolve_adapter`.
 
     Raises HubError when the Hub's files are not those of the snapshot any more, and what `resolve`
     and `download` raise.
@@ -251,7 +270,8 @@ def ensure_local(access: HubAccess, snapshot: Snapshot) -> Path:
     folder = local_path(access, snapshot)
     if folder is not None:
         return folder
-    listing = resolve(access, snapshot.model, snapshot.commit)
+    find = resolve_adapter if adapter else resolve
+    listing = find(access, snapshot.model, snapshot.commit)
     again, folder = download(access, snapshot.model, listing)
     if again.files != snapshot.files:
         raise HubError(
@@ -349,6 +369,24 @@ def _choose(
     texts = [file for file in files if _is_text(file) and not _other_index(file, weights_format)]
     chosen = sorted([*weights, *texts], key=lambda file: file.path)
     return tuple(_checked(access, model, file) for file in chosen), weights_format
+
+
+def _choose_adapter(
+    access: HubAccess, model: str, revision: str, files: Sequence[HubFile]
+) -> tuple[tuple[HubFile, ...], WeightsFormat]:
+    by_path = {file.path: file for file in files}
+    config = by_path.get(layout.ADAPTER_CONFIG)
+    formats: tuple[WeightsFormat, ...] = ("safetensors", "bin")
+    for weights_format in formats:
+        weights = by_path.get(f"adapter_model.{weights_format}")
+        if config is not None and weights is not None:
+            chosen = (config, weights)
+            return tuple(_checked(access, model, file) for file in chosen), weights_format
+    raise HubError(
+        f"{model}@{revision} on {_endpoint(access)} is no LoRA adapter of PEFT: it needs "
+        "adapter_config.json and adapter_model.safetensors or .bin at its top level; choose "
+        "another repo or revision"
+    )
 
 
 def _checked(access: HubAccess, model: str, file: HubFile) -> HubFile:

@@ -54,6 +54,9 @@ def _by(check: Callable[[str], str]) -> AfterValidator:
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 BuildId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
+# Random, and not a hash of the key: it could not be inverted, but would let anyone test whether a
+# key that leaked, or that a bad generator may have made, is this one.
+KeyId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 ModelId = Annotated[str, _by(layout.check_model)]
 Suffix = Annotated[str, _by(layout.check_suffix)]
 PathPart = Annotated[str, _by(layout.check_part)]

@@ -9,6 +9,12 @@ from tensorize_assets.core.errors import StoreError
 
 MANIFEST = "manifest.json"
 
+ENCRYPTED_ENDING = "-encrypted"
+"""How the directory of an encrypted variant ends."""
+
+ADAPTER_TENSORS = "adapter_model.tensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
 KEYS_FOLDER = "keys/"
 """The prefix of every sealed data key and its record."""
 
@@ -78,6 +84,16 @@ def model_folder(model: str) -> str:
 def artifact_dir(model: str, suffix: str, build_id: str) -> str:
     """Return the artifact directory of one build of a profile."""
     return f"{model_folder(model)}/{check_part(f'{check_suffix(suffix)}-{build_id}', 'build')}"
+
+
+def encrypted_dir(model: str, suffix: str, build_id: str) -> str:
+    """Return the directory of one encrypted build of a profile."""
+    return f"{artifact_dir(model, suffix, build_id)}{ENCRYPTED_ENDING}"
+
+
+def oneshot_encrypted_dir(model: str, suffix: str) -> str:
+    """Return the directory of the encrypted variant of a one-shot build."""
+    return f"{oneshot_dir(model, suffix)}{ENCRYPTED_ENDING}"
 
 
 def oneshot_dir(model: str, suffix: str) -> str:
@@ -167,6 +183,28 @@ def seals_folder(key_id: str) -> str:
 def seal_key(key_id: str, recipient: str) -> str:
     """Return the key of a data key as it is sealed to one recipient."""
     return f"{seals_folder(key_id)}{check_part(recipient, 'recipient')}"
+
+
+def build_key_key(model: str, suffix: str, build_id: str) -> str:
+    """Return the key of the record of which data key a build is encrypted with."""
+    name = check_part(f"{check_suffix(suffix)}-{build_id}.json", "build")
+    # No key id is called `builds`: they are hex.
+    return f"{KEYS_FOLDER}builds/{check_model(model)}/{name}"
+
+
+def adapter_folder(name: str, count: int) -> str:
+    """Return the folder of an adapter below its artifact directory, `""` for the directory itself.
+
+    One adapter lies beside the model, as vLLM's scripts put it; of `count` above 1 each has its
+    own.
+    """
+    return "" if count == 1 else f"adapters/{check_part(name, 'adapter')}"
+
+
+def adapter_file(name: str, count: int, file: str) -> str:
+    """Return the path of an adapter's `file` below its artifact directory."""
+    folder = adapter_folder(name, count)
+    return f"{folder}/{file}" if folder else file
 
 
 def shard_name(rank: int, tensor_parallel_size: int) -> str:

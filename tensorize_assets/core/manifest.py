@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, cast
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -55,6 +55,18 @@ class ShardEntry(jsonio.Record):
         return tensors
 
 
+class EncryptionEntry(jsonio.Record):
+    """How every tensor file of the directory is encrypted: libsodium's secretbox, per 2 MiB.
+
+    `plaintext` is the SHA-256 of the manifest of the plaintext build that the files were made of;
+    None where there never was one.
+    """
+
+    key_id: jsonio.KeyId
+    method: Literal["xsalsa20-poly1305"] = "xsalsa20-poly1305"
+    plaintext: jsonio.Sha256 | None = None
+
+
 class DtypeCount(jsonio.Record):
     """How many tensors, and how many bytes of them, have one dtype."""
 
@@ -92,6 +104,27 @@ class SnapshotEntry(jsonio.Record):
     @classmethod
     def _ordered(cls, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
         return _ordered(files)
+
+
+class AdapterEntry(jsonio.Record):
+    """A LoRA adapter: where it is from, and its tensors as they lie in `file`.
+
+    `config` is its adapter_config.json; both are paths below the directory.
+    """
+
+    name: jsonio.PathPart
+    repo: jsonio.ModelId
+    snapshot: SnapshotEntry
+    rank: Annotated[int, Field(ge=1)]
+    file: jsonio.RelativePath
+    config: jsonio.RelativePath
+    tensors: tuple[TensorEntry, ...]
+
+    @field_validator("tensors")
+    @classmethod
+    def _unique_names(cls, tensors: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
+        _refuse_repeats("tensor", (tensor.name for tensor in tensors))
+        return tensors
 
 
 class StockVllm(jsonio.Record):
@@ -139,6 +172,14 @@ class Manifest(jsonio.Record):
     versions: dict[str, str]
     files: tuple[FileEntry, ...]
     shards: tuple[ShardEntry, ...]
+    adapters: tuple[AdapterEntry, ...] = ()
+    encryption: EncryptionEntry | None = None
+
+    @property
+    def tensor_files(self) -> tuple[str, ...]:
+        """Paths of the files that hold tensors: shards, and the adapters'."""
+        shards = (shard.file for shard in self.shards)
+        return (*shards, *(adapter.file for adapter in self.adapters))
 
     @field_validator("files")
     @classmethod
@@ -161,6 +202,12 @@ class Manifest(jsonio.Record):
             raise ValueError(f"build_id is {self.build_id}, but its inputs give {found}")
         if (self.inputs.model, self.inputs.commit) != (self.model, self.snapshot.commit):
             raise ValueError("model and commit differ between the inputs and the rest")
+        adapters = tuple((adapter.name, adapter.snapshot.commit) for adapter in self.adapters)
+        if tuple(sorted(adapters)) != self.inputs.adapters:
+            raise ValueError("the adapters differ between the inputs and the rest")
+        key_id = self.encryption.key_id if self.encryption else None
+        if key_id != self.inputs.data_key:
+            raise ValueError("the data key differs between the inputs and the rest")
         return self
 
     @model_validator(mode="after")
@@ -179,6 +226,14 @@ class Manifest(jsonio.Record):
                 raise ValueError(f"the shard of rank {shard.rank} is {shard.file}, not {name}")
             if name not in paths:
                 raise ValueError(f"the shard {name} is not among the files")
+        for adapter in self.adapters:
+            for file, own in (
+                (adapter.file, layout.ADAPTER_TENSORS),
+                (adapter.config, layout.ADAPTER_CONFIG),
+            ):
+                place = layout.adapter_file(adapter.name, len(self.adapters), own)
+                if file != place or file not in paths:
+                    raise ValueError(f"adapter {adapter.name}: {place} is not among the files")
         return self
 
 
@@ -199,7 +254,14 @@ class SignedManifest(NamedTuple):
 
 def encode(manifest: Manifest, key: signing.SecretKey) -> bytes:
     """Return the signed bytes of a manifest: the same for the same manifest and key."""
-    return signing.sign("manifest", jsonio.dump_record(manifest), key)
+    payload = jsonio.dump_record(manifest)
+    # Builds with neither keep the bytes that they had in releases that knew neither.
+    if not manifest.adapters:
+        del payload["adapters"]
+    if manifest.encryption is None:
+        del payload["encryption"]
+        del cast("dict[str, JsonValue]", payload["inputs"])["data_key"]
+    return signing.sign("manifest", payload, key)
 
 
 def decode(data: bytes, trusted: Collection[str] | None, where: str = "the manifest") -> Manifest:
@@ -258,8 +320,13 @@ def _from_payload(payload: dict[str, JsonValue], where: str) -> Manifest:
 
 def _require_place(manifest: Manifest, directory: str, where: str) -> None:
     """A valid manifest, put into another build's directory, must not speak for that build."""
-    own = layout.artifact_dir(manifest.model, manifest.suffix, manifest.build_id)
-    oneshot = layout.oneshot_dir(manifest.model, manifest.suffix)
+    where_to = (manifest.model, manifest.suffix)
+    if manifest.encryption is None:
+        own = layout.artifact_dir(*where_to, manifest.build_id)
+        oneshot = layout.oneshot_dir(*where_to)
+    else:
+        own = layout.encrypted_dir(*where_to, manifest.build_id)
+        oneshot = layout.oneshot_encrypted_dir(*where_to)
     # One-shot folders are named by their user; their manifests all have the same suffix.
     is_oneshot = manifest.suffix == layout.ONESHOT_PARTITION and (
         directory.rpartition("/")[0] == layout.model_folder(manifest.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tensorize_assets.core import channel, layout
-from tensorize_assets.core.channel import Channel, ChannelEntry
+from tensorize_assets.core.channel import Channel, ChannelEntry, EncryptedVariant
 from tensorize_assets.core.errors import EvidenceError, ManifestError
 from tensorize_assets.core.evidence import read_evidence
 from tensorize_assets.core.manifest import StoredManifest, read_manifest
@@ -23,9 +23,12 @@ def publish(
     build_id: str,
     directory: str,
     device: str,
+    encrypted: EncryptedVariant | None = None,
     republish: bool = False,
 ) -> ChannelEntry:
     """Make a build current for the vLLM it was built with, and return the channel's entry.
+
+    `encrypted` is the variant that is published with it: it needs evidence of its own.
 
     A build that a rollback has just taken out of service stays out unless `republish` is set: a
     schedule that runs the chain again must not undo what a person did. The entry returned is then
@@ -39,6 +42,10 @@ def publish(
     stored = require_manifest(store, directory, build_id, trusted)
     version = stored.manifest.inputs.vllm
     require_evidence(store, stored, device, version, trusted)
+    if encrypted is not None:
+        other = require_manifest(store, encrypted.directory, encrypted.build_id, trusted)
+        _require_same(store, other, encrypted.directory, encrypted.manifest_sha256)
+        require_evidence(store, other, device, version, trusted)
     moved = channel.append(
         store,
         key,
@@ -51,6 +58,7 @@ def publish(
         vllm_version=version,
         device="cuda" if device == "cuda" else "cpu",
         trusted=trusted,
+        encrypted=encrypted,
         unless=lambda history: not republish and _rolled_back(history, build_id, version),
     )
     return moved.current_for(version) or moved.current
@@ -91,16 +99,21 @@ def roll_back(
     """
     entries = channel.rollback_target(store, model, suffix, to_build_id, trusted=trusted)
     for entry in entries:
-        stored = require_manifest(store, entry.directory, entry.build_id, trusted)
-        if stored.sha256 != entry.manifest_sha256:
-            raise ManifestError(
-                f"{store.uri(entry.directory)} has another manifest than the one that was "
-                f"published as entry {entry.number}; restore it, or roll back to another build"
-            )
-        require_evidence(store, stored, entry.device, entry.vllm_version, trusted)
+        for build_id, directory, sha256 in entry.manifests():
+            stored = require_manifest(store, directory, build_id, trusted)
+            _require_same(store, stored, directory, sha256)
+            require_evidence(store, stored, entry.device, entry.vllm_version, trusted)
     # By name: "the build before" is another one if somebody moves the channel meanwhile.
     target = entries[-1].build_id
     return channel.rollback(store, key, model, suffix, target, trusted=trusted).current
+
+
+def _require_same(store: Store, stored: StoredManifest, directory: str, sha256: str) -> None:
+    if stored.sha256 != sha256:
+        raise ManifestError(
+            f"{store.uri(directory)} has another manifest than the one that was published or "
+            "reloaded; restore it, or take another build"
+        )
 
 
 def require_manifest(

@@ -30,7 +30,6 @@ from pydantic import (
     AfterValidator,
     AwareDatetime,
     Field,
-    StringConstraints,
     field_validator,
     model_validator,
 )
@@ -192,9 +191,6 @@ def _checked(text: str) -> str:
         raise ValueError(str(error)) from None
 
 
-# Random, and not a hash of the key: it could not be inverted, but would let anyone test whether a
-# key that leaked, or that a bad generator may have made, is this one.
-KeyId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 PublicKey = Annotated[str, AfterValidator(_checked)]
 
 
@@ -224,7 +220,7 @@ class KeyRecord(jsonio.Record):
     """The history of a data key's recipients, oldest change first."""
 
     format: Literal[1] = 1
-    key_id: KeyId
+    key_id: jsonio.KeyId
     changes: Annotated[tuple[RecipientChange, ...], Field(min_length=1)]
 
     @property
@@ -281,7 +277,7 @@ class NewDataKey(NamedTuple):
 
 class _SealedKey(jsonio.Record):
     format: Literal[1] = 1
-    key_id: KeyId
+    key_id: jsonio.KeyId
     recipient: Recipient
     sealed: str
 

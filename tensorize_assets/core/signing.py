@@ -31,7 +31,7 @@ from tensorize_assets.core.private_files import (
 KEY_VARIABLE = "TENSORIZE_ASSETS_SIGNING_KEY"
 """The environment variable whose value, when not empty, is used instead of the key file's."""
 
-DocumentType = Literal["manifest", "evidence", "channel", "recipients", "seal"]
+DocumentType = Literal["manifest", "evidence", "channel", "recipients", "seal", "build-key"]
 
 _FIELD = "signature"
 
@@ -193,6 +193,23 @@ def _require_trusted(public_key: bytes, trusted: Collection[str], where: str) ->
             f"{where} was signed by key {key_id(public_key)}, which is not trusted here (trusted: "
             f"{names}); add its public key if you know whose it is, else restore the document"
         )
+
+
+def check_verify_key(text: str) -> str:
+    """Return `text` when it is a public signing key: base64 of 32 bytes.
+
+    Raises SignatureError, which does not quote the text: it may be a secret.
+    """
+    try:
+        key = _from_base64(text)
+    except ValueError:
+        key = b""
+    if len(key) != SECRET_BYTES or base64.b64encode(key).decode() != text:
+        raise SignatureError(
+            f"it is not a public signing key: base64 of {SECRET_BYTES} bytes, as `tensorize keys "
+            "public` prints it"
+        )
+    return text
 
 
 def _public_key(text: str, where: str) -> bytes:

@@ -58,6 +58,8 @@ def test_a_profile_needs_only_the_reload_device() -> None:
         "tensor_parallel_size": 1,
         "dtype": "auto",
         "reload_device": "cpu",
+        "adapters": (),
+        "encryption": "none",
         "serialization_kwargs": {},
         "deserialization_kwargs": {},
         "prompts": DEFAULT_PROMPTS,
@@ -96,7 +98,8 @@ def test_every_field_is_described() -> None:
         ({"perplexity_tolerance": float("nan")}, ("perplexity_tolerance",)),
         ({"deserialization_kwargs": {"device": "cpu"}}, ("deserialization_kwargs", "device")),
         ({"serialization_kwargs": {"file_obj": "x"}}, ("serialization_kwargs", "file_obj")),
-        ({"adapters": []}, ("adapters",)),
+        ({"adapters": [{"name": "a"}]}, ("adapters", 0, "repo")),
+        ({"adaptors": []}, ("adaptors",)),
     ],
 )
 def test_a_mistake_in_a_profile_names_its_field(
