@@ -22,6 +22,8 @@ _CLIENTS = ("ours", "boto3 default", "boto3 tuned", "obstore", "awscrt", "s5cmd"
 _STREAMS = ("ours", "boto3 default", "obstore")
 _MB = 1_000_000
 _SIZE = 1000 * _MB
+# So slow that the server takes less than one of two cores.
+_LINK_MB = 60
 
 
 @contextmanager
@@ -107,7 +109,11 @@ def _others(client: str) -> Environment:
 
 
 def tensorize_s3(rounds: int, work: Path) -> list[Row]:
-    """A random Llama of 1.5 GB at TP=4: to a folder, its files to S3, and both at once."""
+    """A random Llama of 1.5 GB at TP=4: to a folder, its files to S3, and both at once.
+
+    Once as fast as the server on this machine is, which then takes most of its cores, and once
+    over a link of `_LINK_MB` to it, as to a server that has its own.
+    """
     model = work / "random-llama"
     if not model.exists():
         subprocess.run(
@@ -115,30 +121,13 @@ def tensorize_s3(rounds: int, work: Path) -> list[Row]:
             check=True,
             capture_output=True,
         )
-    seconds: dict[str, list[float]] = {"shard": [], "upload": [], "both": []}
-    last: dict[str, int] = {}
     with _server(work) as environment:
-        for number in range(rounds + 1):
-            with TemporaryDirectory(dir=work) as folder:
-                for what, root in (
-                    ("shard", folder),
-                    ("upload", f"s3://bench/upload-{number}"),
-                    ("both", f"s3://bench/both-{number}"),
-                ):
-                    found = _measured(what, str(model), root, folder, environment)
-                    if number:
-                        seconds[what].append(found["seconds"])
-                    if what == "both":
-                        last = found
-    shard, upload, both = (statistics.median(seconds[what]) for what in seconds)
-    slower = max(shard, upload)
+        with _slow_link(environment) as linked:
+            rows, _ = _overlap(rounds, work, str(model), linked, f", {_LINK_MB} MB/s link")
+        direct, last = _overlap(rounds, work, str(model), environment, "")
     return [
-        (
-            f"tensorize TP=4 to S3: {both:.1f} s; to a folder {shard:.1f} s, "
-            f"its files' upload {upload:.1f} s",
-            f"{both:.1f} / {slower:.1f} = {both / slower:.2f}",
-            "at most 1.25 of the slower",
-        ),
+        *rows,
+        *direct,
         (
             "stored bytes / tensor bytes",
             f"{last['stored'] / last['tensors']:.4f}",
@@ -150,6 +139,49 @@ def tensorize_s3(rounds: int, work: Path) -> list[Row]:
             "at most 1.01",
         ),
     ]
+
+
+def _overlap(
+    rounds: int, work: Path, model: str, environment: Environment, where: str
+) -> tuple[list[Row], dict[str, int]]:
+    """The row of one way to the server, and what the last build there said."""
+    seconds: dict[str, list[float]] = {"shard": [], "upload": [], "both": []}
+    last: dict[str, int] = {}
+    for number in range(rounds + 1):
+        with TemporaryDirectory(dir=work) as folder:
+            prefix = f"s3://bench/{Path(folder).name}"
+            for what, root in (
+                ("shard", folder),
+                ("upload", f"{prefix}/upload"),
+                ("both", f"{prefix}/both"),
+            ):
+                found = _measured(what, model, root, folder, environment)
+                if number:
+                    seconds[what].append(found["seconds"])
+                if what == "both":
+                    last = found
+    shard, upload, both = (statistics.median(seconds[what]) for what in seconds)
+    slower = max(shard, upload)
+    row = (
+        f"tensorize TP=4 to S3{where}: {both:.1f} s; to a folder {shard:.1f} s, its files' upload "
+        f"{upload:.1f} s",
+        f"{both:.1f} / {slower:.1f} = {both / slower:.2f}",
+        "at most 1.25 of the slower",
+    )
+    return [row], last
+
+
+@contextmanager
+def _slow_link(environment: Environment) -> Iterator[Environment]:
+    port = environment["S3_ENDPOINT_URL"].rpartition(":")[2]
+    command = [sys.executable, str(_SCRIPTS / "slow_link.py"), port, str(_LINK_MB)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as link:
+        assert link.stdout is not None
+        try:
+            endpoint = f"http://127.0.0.1:{link.stdout.readline().strip()}"
+            yield {**environment, "S3_ENDPOINT_URL": endpoint}
+        finally:
+            link.kill()
 
 
 def _measured(
