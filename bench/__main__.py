@@ -22,7 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench import encrypt, s3
+from bench import adapters, encrypt, s3
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
 from tensorize_assets.demo.run import MODEL, make_snapshot
 
@@ -120,6 +120,7 @@ BENCHES: dict[str, Callable[[int, Path], list[Row]]] = {
     "transfer": s3.transfer,
     "tensorize_s3": s3.tensorize_s3,
     "encrypt": encrypt.encrypt,
+    "adapters": adapters.adapters,
 }
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from importlib import metadata
+from os import environ
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import typer
 from rich.table import Table
@@ -16,15 +17,20 @@ from rich.table import Table
 from tensorize_assets.cli_common import (
     FAILED,
     Json,
+    PublicKeys,
     absolute,
     catalog_path,
     err,
     errors,
+    listed_keys,
     open_place,
     out,
     own_key,
     print_json,
+    required_key,
     say,
+    seen_folder,
+    trusted_keys,
 )
 from tensorize_assets.cli_common import home as dagster_home
 from tensorize_assets.cli_keys import keys_app
@@ -34,11 +40,12 @@ from tensorize_assets.core.catalog import Catalog, Profile, load_catalog, resolv
 from tensorize_assets.core.copy import copy_build, directory_of
 from tensorize_assets.core.errors import CatalogError, ManifestError
 from tensorize_assets.core.evidence import Evidence, read_evidence
+from tensorize_assets.core.layout import channel_key, model_folder
 from tensorize_assets.core.manifest import read_manifest, read_unplaced
-from tensorize_assets.core.publish import roll_back
-from tensorize_assets.core.signing import load_or_create_signing_key
+from tensorize_assets.core.publish import require_same, roll_back
+from tensorize_assets.core.seen import forget
 from tensorize_assets.core.store import Store, open_store
-from tensorize_assets.core.verify import verify_folder, verify_place
+from tensorize_assets.core.verify import verify_folder, verify_place, verify_url
 
 _HELP = """Turn Hugging Face models into verified tensors that vLLM loads straight onto its devices.
 
@@ -53,6 +60,8 @@ app = typer.Typer(
 )
 catalog_app = typer.Typer(help="The catalog: which models are built, and how.")
 app.add_typer(catalog_app, name="catalog", no_args_is_help=True)
+channel_app = typer.Typer(help="Channels: which build is current.", no_args_is_help=True)
+app.add_typer(channel_app, name="channel")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
 
@@ -142,39 +151,71 @@ def build(
 
 @app.command()
 def verify(
-    directory: Annotated[str, typer.Argument(help="Artifact directory: a folder or s3:// URI.")],
+    directory: Annotated[
+        str,
+        typer.Argument(help="Artifact directory: a folder, an s3:// URI, or an http(s):// URL."),
+    ],
+    public_key: PublicKeys = None,
+    endpoint_url: Annotated[
+        str | None, typer.Option(help="URL of an S3 server that is not AWS.")
+    ] = None,
+    region: Annotated[str | None, typer.Option(help="Region of the bucket.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Profile of the AWS configuration files.")
+    ] = None,
+    ca_bundle: Annotated[
+        str | None, typer.Option(help="File of certificates (PEM) to trust for https.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Hash every file of an artifact directory and compare with its manifest. Needs no vLLM."""
+    """Hash every file of an artifact directory and compare with its manifest.
+
+    Needs no vLLM, no key to an encrypted artifact, and no Dagster home. With public keys, given
+    or on the catalog's trust list, a manifest that another key signed is refused.
+    """
+    given = {
+        "endpoint_url": endpoint_url,
+        "region": region,
+        "profile": profile,
+        "ca_bundle": ca_bundle,
+    }
     with errors():
-        if s3.is_s3(directory):
-            report = verify_place(open_place(directory), None)
+        listed = listed_keys(public_key)
+        if directory.lower().startswith(("http://", "https://")):
+            report = verify_url(
+                directory, listed, ca_bundle=ca_bundle or environ.get("AWS_CA_BUNDLE")
+            )
+        elif s3.is_s3(directory):
+            report = verify_place(open_place(directory, given), listed)
         else:
-            report = verify_folder(Path(absolute(directory)), None)
+            report = verify_folder(Path(absolute(directory)), listed)
+        signer = _signer(report.key_id, listed)
     if as_json:
         fields = report.model_dump(mode="json", exclude={"manifest"})
-        print_json({**fields, "signed_by_this_home": _is_ours(report.key_id)})
+        print_json({**fields, "trusted": signer.trusted, "signed_by_this_home": signer.ours})
     else:
         for problem in report.problems:
             err.print(f"{problem.kind}: {problem.path}: {problem.message}", markup=False)
         if not report.problems:
             out.print(
                 f"{directory}: {report.files} files, {report.bytes:,} bytes, all as the manifest "
-                f"says (signed by key {report.key_id}{_whose(report.key_id)})",
+                f"says ({signer.said})",
                 markup=False,
             )
+        for note in report.notes:
+            err.print(note, markup=False, style="dim")
     if report.problems:
         raise typer.Exit(FAILED)
 
 
 @app.command()
-def show(model: Model, as_json: Json = False) -> None:
+def show(model: Model, public_key: PublicKeys = None, as_json: Json = False) -> None:
     """Every channel of a model: which build is current, and what speaks for it."""
     with errors():
         home, catalog = _home_and_catalog()
         entry = catalog.models.get(model)
         suffixes = list(entry.profiles) if entry else []
-        store, trusted = _store(home, catalog)
+        store, trusted = _store(home, catalog), trusted_keys(public_key)
         suffixes += [name for name in _channels(store, model) if name not in suffixes]
         if not suffixes:
             raise CatalogError(f"{model} is not in the catalog and nothing of it was published")
@@ -205,8 +246,16 @@ def rollback(
     """Make an earlier build current again; it must still have its files and its evidence."""
     with errors():
         home, catalog = _home_and_catalog()
-        store, trusted = _store(home, catalog)
-        entry = roll_back(store, _key(home), trusted, model=model, suffix=suffix, to_build_id=to)
+        trusted = trusted_keys(None)
+        entry = roll_back(
+            _store(home, catalog),
+            required_key(trusted),
+            trusted,
+            model=model,
+            suffix=suffix,
+            to_build_id=to,
+            seen=seen_folder(),
+        )
     if as_json:
         print_json(entry.model_dump(mode="json"))
     else:
@@ -245,6 +294,7 @@ def copy(
     target_region: Annotated[str | None, _TARGET[1]] = None,
     target_profile: Annotated[str | None, _TARGET[2]] = None,
     target_ca_bundle: Annotated[str | None, _TARGET[3]] = None,
+    public_key: PublicKeys = None,
     as_json: Json = False,
 ) -> None:
     """Copy a build with its manifest and evidence to another root; verified on arrival.
@@ -268,23 +318,58 @@ def copy(
     with errors():
         # Both first: a mistyped target shows before the source is read.
         target_store = open_place(target, here)
-        found = read_unplaced(open_place(source, there), "", None)
+        listed = listed_keys(public_key)
+        found = read_unplaced(open_place(source, there), "", listed)
         if found is None:
             raise ManifestError(f"{source} has no manifest.json: it is no finished artifact")
         directory = directory_of(found.manifest, absolute(source))
         root = absolute(source).rstrip("/").removesuffix(f"/{directory}")
-        report = copy_build(open_place(root, there), directory, target_store, None, say)
+        report = copy_build(open_place(root, there), directory, target_store, listed, say)
+        signer = _signer(found.key_id, listed)
     if as_json:
-        print_json({"target": target, **report._asdict()})
+        print_json({"target": target, "trusted": signer.trusted, **report._asdict()})
     else:
         out.print(
             f"{target}: {directory}: {report.copied} files copied ({report.copied_bytes:,} bytes, "
             f"{report.server_side} by the store itself), {report.kept} there already, all as the "
-            f"manifest says; {report.evidence} evidence",
+            f"manifest says ({signer.said}); {report.evidence} evidence",
             markup=False,
         )
         if not report.evidence:
             err.print("without evidence it cannot be published there", style="yellow")
+
+
+@channel_app.callback()
+def _channel_group() -> None:
+    """A group also while it has one command."""
+
+
+@channel_app.command("accept")
+def accept(
+    model: Model, suffix: Suffix, public_key: PublicKeys = None, as_json: Json = False
+) -> None:
+    """Believe a channel as it is now, though more or another of it was seen here before.
+
+    For a store that was restored from a backup, or a channel that was removed on purpose: every
+    other command refuses it, since an old channel that was put back looks the same.
+    """
+    with errors():
+        home, catalog = _home_and_catalog()
+        store, trusted = _store(home, catalog), trusted_keys(public_key)
+        found = channel.read_channel(store, model, suffix, trusted)
+        where = store.uri(channel_key(model, suffix))
+        before = forget(seen_folder(), where)
+        # Read again, and noted.
+        channel.read_channel(store, model, suffix, trusted, seen_folder())
+    number = found.channel.current.number if found else None
+    if as_json:
+        print_json({"channel": where, "entry": number, "seen": before and before.number})
+    else:
+        out.print(
+            f"{where}: {f'entry {number}' if number else 'no channel'} is believed from now on"
+            + (f"; entry {before.number} was seen before" if before else ""),
+            markup=False,
+        )
 
 
 @catalog_app.command("check")
@@ -341,25 +426,31 @@ def _home_and_catalog() -> tuple[Path, Catalog]:
     return home, load_catalog(catalog_path(home))
 
 
-def _key(home: Path) -> Any:
-    return load_or_create_signing_key(home / "keys" / "signing.key")
+class _Signer(NamedTuple):
+    """Whose signature a manifest has: whether it is trusted, and whether it is this home's."""
+
+    trusted: bool
+    ours: bool | None
+    said: str
 
 
-def _is_ours(key_id: str | None) -> bool | None:
+def _signer(key_id: str | None, listed: Sequence[str] | None) -> _Signer:
+    """Who signed a manifest that was believed if there is a list, and read by any key if not."""
+    if listed is not None:
+        # Without a look at this home: it needs none.
+        return _Signer(key_id is not None, None, f"signed by key {key_id}, which is trusted")
     own = own_key()
-    return None if own is None or key_id is None else own.key_id == key_id
+    ours = None if own is None or key_id is None else own.key_id == key_id
+    if ours:
+        return _Signer(True, ours, f"signed by key {key_id}, this home's own")
+    not_ours = ", which is NOT this home's" if ours is False else ""
+    said = f"signed by key {key_id}{not_ours}, not checked against a trusted key"
+    return _Signer(False, ours, said)
 
 
-def _whose(key_id: str | None) -> str:
-    return {True: ", this home's own", False: ", which is NOT this home's", None: ""}[
-        _is_ours(key_id)
-    ]
-
-
-def _store(home: Path, catalog: Catalog) -> tuple[Store, tuple[str, ...]]:
+def _store(home: Path, catalog: Catalog) -> Store:
     root = resolve_root(catalog, catalog_path(home))
-    access = s3.resolve(catalog.s3) if s3.is_s3(root) else None
-    return open_store(root, access), (_key(home).public_key,)
+    return open_store(root, s3.resolve(catalog.s3) if s3.is_s3(root) else None)
 
 
 def _profile(options: dict[str, Any]) -> dict[str, Any]:
@@ -418,8 +509,6 @@ def _finish(report: dict[str, Any], as_json: bool) -> None:
 
 
 def _channels(store: Store, model: str) -> Generator[str]:
-    from tensorize_assets.core.layout import model_folder
-
     folder = f"{model_folder(model)}/"
     for key in store.list(folder):
         name = key.removeprefix(folder)
@@ -428,11 +517,13 @@ def _channels(store: Store, model: str) -> Generator[str]:
 
 
 def _channel_row(store: Store, trusted: tuple[str, ...], model: str, suffix: str) -> dict[str, Any]:
-    found = channel.read_channel(store, model, suffix, trusted)
+    found = channel.read_channel(store, model, suffix, trusted, seen_folder())
     if found is None:
         return {"suffix": suffix, "checks": "nothing published"}
     entry = found.channel.current
     stored = read_manifest(store, entry.directory, trusted)
+    if stored is not None:
+        require_same(store, stored, entry.directory, entry.manifest_sha256)
     evidence = read_evidence(
         store, entry.manifest_sha256, entry.device, entry.vllm_version, trusted
     )
@@ -469,8 +560,6 @@ def _cell(value: object) -> str:
 
 def _cached_config(model: str, revision: str) -> Mapping[str, Any] | None:
     """config.json of a model that was downloaded before; no network."""
-    from os import environ
-
     cache = Path(environ.get("TENSORIZE_HUB_CACHE") or dagster_home() / "hub")
     return hub.cached_config(cache, model, revision)
 

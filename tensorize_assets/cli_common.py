@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from os import environ
 from pathlib import Path
@@ -16,12 +16,20 @@ from rich.console import Console
 
 from tensorize_assets.core import jsonio, s3
 from tensorize_assets.core.catalog import Catalog, load_catalog
-from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
-from tensorize_assets.core.signing import KEY_VARIABLE, SecretKey, load_or_create_signing_key
+from tensorize_assets.core.errors import CatalogError, SignatureError, TensorizeAssetsError
+from tensorize_assets.core.signing import (
+    KEY_VARIABLE,
+    SecretKey,
+    check_verify_key,
+    load_or_create_signing_key,
+    require_own_trusted,
+)
 from tensorize_assets.core.store import Store, open_store
 
 FAILED = 1
 WRONG = 2
+
+_MAX_KEY_FILE = 4096
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -29,6 +37,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 _WIDTH = None if sys.stdout.isatty() else 140
 out = Console(soft_wrap=True, width=_WIDTH)
 err = Console(stderr=True, soft_wrap=True)
+
+
+PublicKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--public-key",
+        help="Public signing key that is believed: base64, or a file of it; may be repeated. "
+        "Default: the catalog's `trust`, or else this home's own key.",
+    ),
+]
 
 
 @contextmanager
@@ -94,6 +112,64 @@ def own_key() -> SecretKey | None:
     if not environ.get(KEY_VARIABLE, "").strip() and not path.exists():
         return None
     return load_or_create_signing_key(path)
+
+
+def seen_folder() -> Path:
+    """The folder in which the home keeps how far it saw each channel."""
+    # As in definitions.
+    return home() / "seen"
+
+
+def listed_keys(given: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The public signing keys given, or else on the catalog's trust list; None without either.
+
+    Raises CatalogError for what is no public key, and for a wrong catalog.
+    """
+    if given:
+        return tuple(_public_key(text) for text in given)
+    catalog = found_catalog()
+    return catalog.trust if catalog else None
+
+
+def trusted_keys(given: Sequence[str] | None) -> tuple[str, ...]:
+    """As `listed_keys`, and without a list the home's own key, where it has one.
+
+    None is made: a new one has signed nothing.
+    """
+    listed = listed_keys(given)
+    if listed is not None:
+        return listed
+    own = own_key()
+    return (own.public_key,) if own else ()
+
+
+def required_key(trusted: Sequence[str]) -> SecretKey:
+    """The home's own key, to sign with. Makes none: nobody would believe it.
+
+    Raises CatalogError when there is none, SignatureError when it is not one of `trusted`.
+    """
+    own = own_key()
+    if own is None:
+        raise CatalogError(
+            f"there is no signing key at {signing_key_path()} to sign with; put the key of the "
+            "home that built there"
+        )
+    return require_own_trusted(own, trusted)
+
+
+def _public_key(text: str) -> str:
+    try:
+        return check_verify_key(text)
+    except SignatureError as error:
+        try:
+            with Path(text).open(encoding="ascii", errors="replace") as stream:
+                lines = stream.read(_MAX_KEY_FILE).split()
+            return check_verify_key(lines[0] if len(lines) == 1 else "")
+        except SignatureError:
+            raise CatalogError(f"--public-key {text}: {error}") from None
+        except (OSError, ValueError):
+            # Not quoted: it may be a secret.
+            raise CatalogError(f"--public-key: {error}, and no file of it either") from None
 
 
 def s3_access(given: Mapping[str, str | None] | None = None) -> s3.S3Access:

@@ -13,6 +13,7 @@ from rich.table import Table
 from tensorize_assets.cli_common import (
     FAILED,
     Json,
+    PublicKeys,
     catalog_path,
     err,
     errors,
@@ -22,13 +23,15 @@ from tensorize_assets.cli_common import (
     out,
     own_key,
     print_json,
+    required_key,
+    seen_folder,
     signing_key_path,
+    trusted_keys,
 )
-from tensorize_assets.core import sealing
-from tensorize_assets.core.catalog import resolve_root
+from tensorize_assets.core import rotation, sealing
+from tensorize_assets.core.catalog import Catalog, resolve_root
 from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
 from tensorize_assets.core.sealing import KeyRecord, PrivateKey, SealingError
-from tensorize_assets.core.signing import load_or_create_signing_key
 from tensorize_assets.core.store import Store
 
 keys_app = typer.Typer(
@@ -49,14 +52,6 @@ _PrivateKey = Annotated[
         "--private-key",
         help=f"File of your private key. Default: {sealing.PRIVATE_KEY_VARIABLE}, or else "
         "keys/private.key in the Dagster home.",
-    ),
-]
-_Trust = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--trust",
-        help="Public signing key (base64) that is believed; may be repeated. Default: that of "
-        "this home's own signing key.",
     ),
 ]
 
@@ -83,6 +78,36 @@ def generate(
         _say(f"public key:  {key.public_key}")
 
 
+@keys_app.command("public")
+def public(as_json: Json = False) -> None:
+    """Print the public keys of this home: what others write into their catalogs. Makes none."""
+    with errors():
+        signing_key = own_key()
+        in_environment = environ.get(sealing.PRIVATE_KEY_VARIABLE, "").strip()
+        private_key = None
+        if in_environment or _default_private_key().exists():
+            private_key = _own_private_key()
+        if signing_key is None and private_key is None:
+            raise CatalogError(
+                f"there is no signing key at {signing_key_path()} and no private key at "
+                f"{_default_private_key()}; the first build makes the one, `tensorize keys "
+                "generate` the other"
+            )
+    if as_json:
+        print_json(
+            {
+                "signing_key": signing_key and signing_key.public_key,
+                "signing_key_id": signing_key and signing_key.key_id,
+                "public_key": private_key and private_key.public_key,
+            }
+        )
+        return
+    if signing_key:
+        _say(f"signing key: {signing_key.public_key} (id {signing_key.key_id}; for `trust`)")
+    if private_key:
+        _say(f"public key:  {private_key.public_key} (for `recipients`)")
+
+
 @keys_app.command("unseal")
 def unseal(
     key_id: _KeyId,
@@ -91,13 +116,13 @@ def unseal(
     ],
     root: _Root = None,
     private_key: _PrivateKey = None,
-    trust: _Trust = None,
+    public_key: PublicKeys = None,
     as_json: Json = False,
 ) -> None:
     """Write a data key, opened with your private key, to a file for vLLM. Remove it after use."""
     place = keyfile.absolute()
     with errors():
-        store, trusted = _store(root), _trusted(trust)
+        store, trusted = _store(root), _trusted(public_key)
         own = _private_key(store, key_id, private_key, trusted)
         with sealing.unseal(store, key_id, own, trusted=trusted) as data_key:
             sealing.write_keyfile(data_key, place)
@@ -120,7 +145,7 @@ def reseal(
     ] = None,
     root: _Root = None,
     private_key: _PrivateKey = None,
-    trust: _Trust = None,
+    public_key: PublicKeys = None,
     as_json: Json = False,
 ) -> None:
     """Add and remove recipients of a data key. Touches no tensor; signed and recorded.
@@ -131,13 +156,13 @@ def reseal(
         added = _recipients(add or [])
         if not added and not remove:
             raise CatalogError("name whom to add or remove: --add NAME=PUBLIC_KEY, --remove NAME")
-        store, trusted = _store(root), _trusted(trust)
+        store, trusted = _store(root), _trusted(public_key)
         own = _private_key(store, key_id, private_key, trusted)
         record = sealing.amend(
             store,
             key_id,
             own,
-            load_or_create_signing_key(signing_key_path()),
+            required_key(trusted),
             add=added,
             remove=remove or [],
             trusted=trusted,
@@ -150,20 +175,77 @@ def reseal(
         err.print(note, style="yellow", markup=False, highlight=False)
 
 
+@keys_app.command("rotate")
+def rotate(
+    model: Annotated[str, typer.Argument(help="Hub repo id of a model in the catalog.")],
+    suffix: Annotated[str, typer.Argument(help="One of its profiles, published encrypted.")],
+    as_json: Json = False,
+) -> None:
+    """Encrypt the published build anew, with a new data key, and publish it when it reloads.
+
+    Nothing is sharded again. If it is interrupted, this command or the next build completes it,
+    with the key that was made. The old build stays until it is removed, and opens with its old key.
+    """
+    with errors():
+        catalog = found_catalog()
+        if catalog is None:
+            raise CatalogError(f"there is no catalog at {catalog_path()}")
+        # What is in no profile, or is to be in plaintext, the build would not encrypt.
+        if catalog.profile(model, suffix).encryption == "none":
+            raise CatalogError(
+                f"{model} {suffix} is not encrypted (`encryption: none`): there is no data key to "
+                "change"
+            )
+        store, trusted = _store(None), _trusted(None)
+        begun = rotation.begin(
+            store,
+            model,
+            suffix,
+            recipients=catalog.recipients,
+            own=_own_private_key(),
+            key=required_key(trusted),
+            trusted=trusted,
+            seen=seen_folder(),
+        )
+        old = begun.old
+        err.print(
+            f"data key {begun.new_key_id} {'is made' if begun.made else 'was made before'}; "
+            f"building {model} {suffix} with it",
+            markup=False,
+            highlight=False,
+        )
+        report = _build(catalog, model, suffix)
+        now = rotation.published(store, model, suffix, trusted, seen_folder())
+    moved = now.key_id == begun.new_key_id
+    report |= {
+        "old_key": old.key_id,
+        "new_key": begun.new_key_id,
+        "old_directory": old.directory,
+        "published_key": now.key_id,
+        "moved": moved,
+    }
+    if as_json:
+        print_json(report)
+    else:
+        _show_rotation(report, now)
+    if not moved or not report["success"]:
+        raise typer.Exit(FAILED)
+
+
 @keys_app.command("list")
 def list_keys(
     key_id: Annotated[
         str | None, typer.Argument(help="One data key, with its history. Default: all.")
     ] = None,
     root: _Root = None,
-    trust: _Trust = None,
+    public_key: PublicKeys = None,
     as_json: Json = False,
 ) -> None:
     """Who can open each data key, and who could once."""
     records: list[KeyRecord] = []
     problems: list[str] = []
     with errors():
-        store, trusted = _store(root), _trusted(trust)
+        store, trusted = _store(root), _trusted(public_key)
         for name in [key_id] if key_id else sealing.key_ids(store):
             try:
                 records.append(sealing.read_record(store, name, trusted).record)
@@ -183,6 +265,51 @@ def list_keys(
         raise typer.Exit(FAILED)
 
 
+def _build(catalog: Catalog, model: str, suffix: str) -> dict[str, Any]:
+    # Dagster takes a second to import, which the other commands do without.
+    from tensorize_assets import running
+
+    with running.open_instance(home()) as instance:
+        return running.report(running.build_pair(instance, home(), catalog, model, suffix))
+
+
+def _show_rotation(report: dict[str, Any], now: rotation.Published) -> None:
+    _say(f"old data key: {report['old_key']} ({report['old_directory']})")
+    _say(f"new data key: {report['new_key']}")
+    for line in report["errors"]:
+        err.print(f"  {line}", markup=False, highlight=False)
+    if report["moved"]:
+        _say(f"published:    {now.directory}, encrypted with the new key")
+        _say(
+            f"The old build still opens with the old key, until it is removed: {now.build_id} has "
+            "taken its place in the channel, not in the store."
+        )
+    elif now.key_id == report["old_key"]:
+        held = report.get("published", {}).get("held_by_rollback")
+        err.print(
+            "the channel has not moved: the build with the old key is still published. "
+            + (
+                "A rollback holds it there: materialize `published` with `republish: true`"
+                if held
+                else "Run this command again, or `tensorize build`: both go on with the new key"
+            ),
+            markup=False,
+            highlight=False,
+        )
+    else:
+        err.print(
+            f"another build was published: {now.directory}, with data key {now.key_id} of its own. "
+            "The model or its profile has changed since the old one was built",
+            markup=False,
+            highlight=False,
+        )
+
+
+def _own_private_key() -> PrivateKey:
+    in_environment = environ.get(sealing.PRIVATE_KEY_VARIABLE, "").strip()
+    return sealing.load_private_key(None if in_environment else _default_private_key())
+
+
 def _default_private_key() -> Path:
     return home() / "keys" / "private.key"
 
@@ -196,17 +323,15 @@ def _store(root: str | None) -> Store:
     return open_place(root)
 
 
-def _trusted(trust: Sequence[str] | None) -> tuple[str, ...]:
-    """The public keys that are believed. Makes no signing key: a new one has signed nothing."""
-    if trust:
-        return tuple(trust)
-    key = own_key()
-    if key is None:
+def _trusted(public_keys: Sequence[str] | None) -> tuple[str, ...]:
+    """The public keys that are believed."""
+    trusted = trusted_keys(public_keys)
+    if not trusted:
         raise CatalogError(
             f"there is no signing key at {signing_key_path()} whose records could be believed: "
-            "give --trust with the public key of whoever signed them"
+            "give --public-key, that of whoever signed them"
         )
-    return (key.public_key,)
+    return trusted
 
 
 def _private_key(

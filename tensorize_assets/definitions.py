@@ -9,7 +9,9 @@ from pathlib import Path
 import dagster as dg
 
 from tensorize_assets.assets.artifact import artifact
+from tensorize_assets.assets.encrypted_shards import encrypted_shards
 from tensorize_assets.assets.hf_snapshot import hf_snapshot
+from tensorize_assets.assets.lora_adapters import lora_adapters
 from tensorize_assets.assets.published import published
 from tensorize_assets.assets.reference_outputs import reference_outputs
 from tensorize_assets.assets.reload_check import reload_check
@@ -24,6 +26,8 @@ from tensorize_assets.resources.store import StoreResource
 ASSETS = (
     hf_snapshot,
     tensorized_shards,
+    lora_adapters,
+    encrypted_shards,
     artifact,
     reference_outputs,
     reload_check,
@@ -64,6 +68,7 @@ def resources(folder: Path, artifact_store: StoreResource | None = None) -> dict
             catalog=catalog,
             signing_key=str(folder / "keys" / "signing.key"),
             private_key=str(folder / "keys" / "private.key"),
+            seen_folder=str(folder / "seen"),
         ),
         "launcher": SubprocessLauncher(),
         "io_manager": ManifestIOManager(store=artifact_store),

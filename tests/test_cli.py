@@ -15,6 +15,7 @@ from tensorize_assets.core import channel, evidence, layout, manifest, signing
 from tensorize_assets.core.compare import CHECKS
 from tensorize_assets.core.store import open_store
 from tensorize_assets.demo.hub_server import LocalHub
+from tensorize_assets.demo.s3_server import LocalS3
 
 MODEL = "org/tiny"
 SUFFIX = "v1"
@@ -198,7 +199,7 @@ def test_show_lists_what_is_published_and_what_is_not(home: Path) -> None:
 
     assert 0 == done.returncode
     assert built.build_id in done.stdout
-    assert "7/7 passed" in done.stdout
+    assert f"{len(CHECKS)}/{len(CHECKS)} passed" in done.stdout
 
 
 def test_show_json_has_the_directory(home: Path) -> None:
@@ -359,3 +360,179 @@ def test_a_url_that_no_store_has_is_asked_wrongly(tmp_path: Path, arguments: tup
     assert 2 == done.returncode
     assert "this is another URL" in done.stderr
     assert [] == list(tmp_path.iterdir())
+
+
+# Whose signature counts
+
+STRANGER = signing.SecretKey(bytes(range(32))).public_key
+
+
+def own(home: Path) -> str:
+    """The public signing key of a home."""
+    return signing.load_or_create_signing_key(home / "keys" / "signing.key").public_key
+
+
+def trust(home: Path, *keys: str) -> None:
+    (home / "models.yaml").write_text(f"trust: [{', '.join(keys)}]{CATALOG}")
+
+
+def directory_of(home: Path, built: manifest.Manifest) -> str:
+    return str(home / f"artifacts/vllm/org/tiny/v1-{built.build_id}")
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Path:
+    """A home that built nothing, with a catalog and a key of its own."""
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    (folder / "models.yaml").write_text(CATALOG)
+    own(folder)
+    return folder
+
+
+def test_verify_says_whose_signature_it_is(home: Path, stranger: Path, tmp_path: Path) -> None:
+    """Hashes that fit say nothing about who made them, and must not be taken to."""
+    directory = directory_of(home, publish(home, "a" * 40))
+    nobody = tmp_path / "nobody"
+
+    def verified(at: Path, *options: str) -> tuple[int, bool, bool | None]:
+        done = tensorize(at, "verify", directory, *options, "--json")
+        said = json.loads(done.stdout)
+        return done.returncode, said["trusted"], said["signed_by_this_home"]
+
+    assert (0, True, True) == verified(home)
+    assert (0, False, False) == verified(stranger)
+    said = tensorize(nobody, "verify", directory).stdout
+    assert "not checked against a trusted key" in said
+    assert (0, True, None) == verified(nobody, "--public-key", own(home))
+    assert (1, False, None) == verified(home, "--public-key", STRANGER)
+    # The option goes before the list, and the list before the home's own key.
+    trust(stranger, own(home))
+    assert (0, True, None) == verified(stranger)
+    trust(home, STRANGER)
+    assert (1, False, None) == verified(home)
+    assert (0, True, None) == verified(home, "--public-key", own(home))
+    assert not nobody.exists()
+
+
+def test_copy_says_whose_signature_it_is(home: Path, stranger: Path, tmp_path: Path) -> None:
+    """What is copied is published elsewhere."""
+    directory = directory_of(home, publish(home, "a" * 40))
+    target = tmp_path / "target"
+
+    refused = tensorize(stranger, "copy", directory, str(target), "--public-key", STRANGER)
+    assert 1 == refused.returncode
+    assert "not trusted here" in refused.stderr
+    assert not target.exists()
+    done = tensorize(stranger, "copy", directory, str(target))
+    assert 0 == done.returncode, done.stderr
+    assert "NOT this home's, not checked against a trusted key" in done.stdout
+    assert not json.loads(tensorize(stranger, "copy", directory, str(target), "--json").stdout)[
+        "trusted"
+    ]
+    trust(stranger, own(home))
+    assert json.loads(tensorize(stranger, "copy", directory, str(target), "--json").stdout)[
+        "trusted"
+    ]
+    trust(stranger, STRANGER)
+    assert 1 == tensorize(stranger, "copy", directory, str(tmp_path / "other")).returncode
+
+
+def test_show_and_rollback_believe_the_list_and_make_no_key(home: Path) -> None:
+    """A key that was made by looking would be one that has signed nothing."""
+    first = publish(home, "a" * 40)
+    publish(home, "b" * 40)
+    signer = own(home)
+    key = home / "keys" / "signing.key"
+    text = key.read_text()
+    key.unlink()
+
+    for command in (("show", MODEL), ("rollback", MODEL, SUFFIX)):
+        done = tensorize(home, *command)
+        assert 0 != done.returncode
+        assert not key.exists()
+    assert "not trusted here (trusted: none)" in tensorize(home, "show", MODEL).stderr
+    assert 0 == tensorize(home, "show", MODEL, "--public-key", signer).returncode
+    trust(home, signer)
+    assert 0 == tensorize(home, "show", MODEL).returncode
+    done = tensorize(home, "rollback", MODEL, SUFFIX)
+    assert 2 == done.returncode
+    assert f"there is no signing key at {key}" in done.stderr
+    own(home)
+    done = tensorize(home, "rollback", MODEL, SUFFIX)
+    assert 1 == done.returncode
+    assert "nobody would believe" in done.stderr
+    key.write_text(text)
+    done = tensorize(home, "rollback", MODEL, SUFFIX)
+    assert 0 == done.returncode, done.stderr
+    assert first.build_id in done.stdout
+
+
+def test_show_of_what_was_never_built_needs_no_key(home: Path) -> None:
+    """The first command of a newcomer leaves no trace."""
+    done = tensorize(home, "show", MODEL)
+    assert 0 == done.returncode, done.stderr
+    assert "nothing published" in done.stdout
+    assert not (home / "keys").exists()
+
+
+def test_an_old_channel_is_refused_until_it_is_accepted(home: Path) -> None:
+    """Signed and valid, it would make servers load what was replaced for a reason."""
+    first = publish(home, "a" * 40)
+    place = home / "artifacts/vllm/org/tiny/v1.json"
+    old = place.read_bytes()
+    publish(home, "b" * 40)
+    assert 0 == tensorize(home, "show", MODEL).returncode
+    place.write_bytes(old)
+
+    for command in (("show", MODEL), ("rollback", MODEL, SUFFIX)):
+        done = tensorize(home, *command)
+        assert 1 == done.returncode
+        assert "ends at entry 1, but entry 2 was seen here on " in done.stderr
+        assert f"`tensorize channel accept {MODEL} {SUFFIX}`" in done.stderr
+    assert (
+        1
+        == tensorize(home, "channel", "accept", MODEL, SUFFIX, "--public-key", STRANGER).returncode
+    )
+    accepted = tensorize(home, "channel", "accept", MODEL, SUFFIX, "--json")
+    assert {"channel": str(place), "entry": 1, "seen": 2} == json.loads(accepted.stdout)
+    assert first.build_id in tensorize(home, "show", MODEL).stdout
+
+    place.unlink()
+    assert "is gone" in tensorize(home, "show", MODEL).stderr
+    accepted = tensorize(home, "channel", "accept", MODEL, SUFFIX)
+    assert "no channel is believed from now on; entry 1 was seen before" in accepted.stdout
+    assert "nothing published" in tensorize(home, "show", MODEL).stdout
+
+
+def test_show_refuses_another_manifest_than_the_published_one(home: Path) -> None:
+    """What it shows of the build must be what was published."""
+    built = publish(home, "a" * 40)
+    other = built.model_copy(update={"profile": {"revision": "other"}})
+    key = signing.load_or_create_signing_key(home / "keys" / "signing.key")
+    (Path(directory_of(home, built)) / "manifest.json").write_bytes(manifest.encode(other, key))
+
+    done = tensorize(home, "show", MODEL)
+
+    assert 1 == done.returncode
+    assert "another manifest than the one that was published" in done.stderr
+
+
+def test_verify_takes_the_options_of_s3(home: Path, s3_root: str, s3: LocalS3) -> None:
+    """On a host that has nothing but the keys to the bucket and a public key."""
+    directory = directory_of(home, publish(home, "a" * 40))
+    keys = {"S3_ACCESS_KEY_ID": s3.access_key, "S3_SECRET_ACCESS_KEY": s3.secret_key}
+    there = {**keys, "S3_ENDPOINT_URL": s3.endpoint}
+    assert 0 == tensorize(home, "copy", directory, s3_root, **there).returncode
+    place = directory.replace(str(home / "artifacts"), s3_root)
+
+    done = tensorize(
+        home / "nowhere",
+        *("verify", place, "--public-key", own(home)),
+        *("--endpoint-url", s3.endpoint, "--region", "us-east-1"),
+        **keys,
+    )
+
+    assert 0 == done.returncode, done.stderr
+    assert "which is trusted" in done.stdout
+    assert "there is no provenance.dsse.json" in done.stderr

@@ -163,12 +163,12 @@ def test_a_host_without_a_signing_key_is_told_whom_to_trust(place: Place, tmp_pa
     private = ("--private-key", str(place.private_file))
     done = keys(host, *arguments, *private)
     assert 2 == done.returncode
-    assert "give --trust" in done.stderr
+    assert "give --public-key" in done.stderr
     stranger = signing.generate_signing_key().public_key
-    done = keys(host, *arguments, *private, "--trust", stranger)
+    done = keys(host, *arguments, *private, "--public-key", stranger)
     assert 1 == done.returncode
     assert "not trusted here" in done.stderr
-    done = keys(host, *arguments, *private, "--trust", place.signing.public_key)
+    done = keys(host, *arguments, *private, "--public-key", place.signing.public_key)
     assert 0 == done.returncode, done.stderr
     assert place.key == keyfile.read_bytes()
     assert not host.exists()
@@ -199,3 +199,49 @@ def test_what_is_asked_wrongly_exits_with_2(
     done = keys(place.home, "reseal", place.key_id, *arguments)
     assert 2 == done.returncode
     assert message in done.stderr
+
+
+def test_public_prints_the_public_keys_and_makes_none(place: Place, tmp_path: Path) -> None:
+    """What another home writes into its catalog, without a look into a file of secrets."""
+    found = document(keys(place.home, "public", "--json"))
+    expected = {
+        "signing_key": place.signing.public_key,
+        "signing_key_id": place.signing.key_id,
+        "public_key": place.private.public_key,
+    }
+    assert expected == found
+    text = keys(place.home, "public")
+    assert place.signing.public_key in text.stdout
+    assert place.private.public_key in text.stdout
+    assert not any(secret in text.stdout + text.stderr for secret in place.secrets)
+
+    place.private_file.unlink()
+    assert document(keys(place.home, "public", "--json"))["public_key"] is None
+    nowhere = tmp_path / "nowhere"
+    done = keys(nowhere, "public")
+    assert 2 == done.returncode
+    assert f"no signing key at {nowhere}/keys/signing.key" in done.stderr
+    assert not nowhere.exists()
+    seed = bytes(range(32))
+    done = keys(nowhere, "public", **{signing.KEY_VARIABLE: seed.hex()})
+    assert signing.SecretKey(seed).public_key in done.stdout
+
+
+def test_the_catalogs_trust_list_counts_for_keys_too(place: Place) -> None:
+    """A home may share its root with another one that builds."""
+    other = signing.generate_signing_key().public_key
+    catalog = place.home / "models.yaml"
+    catalog.write_text(f"trust: [{other}]\n{catalog.read_text()}")
+    done = keys(place.home, "list")
+    assert 1 == done.returncode
+    assert "not trusted here" in done.stderr
+    done = keys(place.home, "reseal", place.key_id, "--remove", "anna")
+    assert 1 == done.returncode
+    catalog.write_text(catalog.read_text().replace(other, place.signing.public_key))
+    (place.home / "keys" / "signing.key").unlink()
+    assert 0 == keys(place.home, "list").returncode
+    bert = sealing.PrivateKey(bytes(range(32))).public_key
+    done = keys(place.home, "reseal", place.key_id, "--add", f"bert={bert}")
+    assert 2 == done.returncode
+    assert "there is no signing key" in done.stderr
+    assert not (place.home / "keys" / "signing.key").exists()

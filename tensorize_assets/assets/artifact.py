@@ -1,6 +1,8 @@
-"""artifact: config and tokenizer files beside the shards, and the manifest, last."""
+"""artifact: config and tokenizer files beside the tensors, and the manifest, last."""
 
-from pathlib import PurePosixPath
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import dagster as dg
 
@@ -9,23 +11,35 @@ from tensorize_assets.assets.target import (
     require_one_build,
     target_of,
 )
-from tensorize_assets.core import hub, layout
-from tensorize_assets.core.errors import ConflictError, ManifestError
+from tensorize_assets.core import hub, layout, provenance
+from tensorize_assets.core.errors import (
+    BuildMismatchError,
+    ConflictError,
+    HubError,
+    ManifestError,
+)
 from tensorize_assets.core.manifest import (
+    AdapterEntry,
+    EncryptionEntry,
     FileEntry,
     Manifest,
+    ShardEntry,
     SnapshotEntry,
+    StoredManifest,
     encode,
     manifest_sha256,
     read_manifest,
 )
 from tensorize_assets.core.records import (
+    AdaptersRecord,
     ArtifactPlace,
     ArtifactRecord,
+    EncryptedBuild,
+    EncryptedRecord,
     ShardsRecord,
     SnapshotRecord,
 )
-from tensorize_assets.core.store import Store
+from tensorize_assets.core.store import CHUNK_BYTES, Store, explained
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
@@ -33,6 +47,33 @@ from tensorize_assets.resources.keyring import KeyringResource
 from tensorize_assets.resources.store import StoreResource
 
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+# What is written to every directory, by no worker.
+_OURS = (layout.MANIFEST, layout.PROVENANCE)
+
+
+class _Contents(NamedTuple):
+    """What workers have written for one directory; `files` are all of it."""
+
+    shards: tuple[ShardEntry, ...]
+    adapters: tuple[AdapterEntry, ...]
+    files: tuple[FileEntry, ...]
+
+
+class _Work(NamedTuple):
+    """What sealing a directory takes."""
+
+    store: Store
+    keyring: KeyringResource
+    access: hub.HubAccess
+    build: SnapshotRecord
+    shards: ShardsRecord
+
+
+class _Sealed(NamedTuple):
+    """A directory and its manifest."""
+
+    place: ArtifactPlace
+    manifest: Manifest
 
 
 @dg.asset(
@@ -45,114 +86,264 @@ def artifact(
     context: dg.AssetExecutionContext,
     hf_snapshot: SnapshotRecord,
     tensorized_shards: ShardsRecord,
+    lora_adapters: AdaptersRecord,
+    encrypted_shards: EncryptedRecord,
     catalog: CatalogResource,
     artifact_store: StoreResource,
     hub_access: HubResource,
     keyring: KeyringResource,
 ) -> dg.MaterializeResult[ArtifactRecord]:
-    """A directory that vLLM loads, sealed by a signed manifest.
+    """A directory that vLLM loads, sealed by a signed manifest; with `encryption: both`, two.
 
     Without its manifest a directory does not exist for any reader; with it, it never changes.
     """
     with failures(context):
         target = target_of(context, catalog)
-        require_one_build(context, target, hf_snapshot, tensorized_shards)
+        records = (hf_snapshot, tensorized_shards, lora_adapters, encrypted_shards)
+        require_one_build(context, target, *records)
         store = artifact_store.open(target.root)
-        done = read_manifest(store, hf_snapshot.directory, keyring.trusted())
-        if done is not None:
-            manifest, sha256 = done
+        work = _Work(store, keyring, hub_access.access(), hf_snapshot, tensorized_shards)
+        written = _written(tensorized_shards, lora_adapters)
+        hidden = hf_snapshot.encrypted
+        sealed: list[_Sealed] = []
+        if hidden is None or hf_snapshot.encryption != "only":
+            _require_place(hf_snapshot.directory, tensorized_shards, lora_adapters)
+            sealed.append(_complete(work, written, None))
+            if hidden is not None:
+                _require_place(hidden.directory, encrypted_shards)
+                derived = _derived(written, encrypted_shards)
+                sealed.append(_complete(work, derived, hidden, sealed[0].place))
         else:
-            folder = hub.ensure_local(hub_access.access(), hf_snapshot.snapshot)
-            files = _companions(hf_snapshot.snapshot)
-            for file in files:
-                key = layout.file_key(hf_snapshot.directory, file.path)
-                store.put_file(key, folder / file.path, sha256=file.sha256)
-            manifest = _manifest(hf_snapshot, tensorized_shards, files)
-            _require_shards(store, hf_snapshot, tensorized_shards)
-            sha256 = _seal(store, keyring, hf_snapshot.directory, manifest)
+            _require_place(hidden.directory, tensorized_shards, lora_adapters)
+            sealed.append(_complete(work, written, hidden))
+    places = tuple(one.place for one in sealed)
     return dg.MaterializeResult(
         value=ArtifactRecord(
             model=target.model,
             suffix=target.suffix,
             build_id=hf_snapshot.build_id,
-            variants=(
-                ArtifactPlace(
-                    build_id=hf_snapshot.build_id,
-                    directory=hf_snapshot.directory,
-                    manifest_sha256=sha256,
-                    encrypted=False,
-                ),
-            ),
+            variants=places,
         ),
-        data_version=dg.DataVersion(sha256),
+        data_version=dg.DataVersion("+".join(place.manifest_sha256 for place in places)),
         metadata={
-            "directory": dg.PathMetadataValue(store.uri(hf_snapshot.directory)),
-            "manifest_sha256": sha256,
-            "files": len(manifest.files),
-            "bytes": sum(file.size for file in manifest.files),
+            "encryption": hf_snapshot.encryption,
+            "adapters": ", ".join(adapter.name for adapter in written.adapters) or "none",
+            **_metadata(store, sealed[0], ""),
+            **(_metadata(store, sealed[1], "encrypted_") if sealed[1:] else {}),
         },
     )
 
 
+def _metadata(store: Store, sealed: _Sealed, kind: str) -> dict[str, dg.MetadataValue | str | int]:
+    place, manifest = sealed
+    return {
+        f"{kind}directory": dg.PathMetadataValue(store.uri(place.directory)),
+        f"{kind}manifest_sha256": place.manifest_sha256,
+        f"{kind}files": len(manifest.files),
+        f"{kind}bytes": sum(file.size for file in manifest.files),
+    }
+
+
+def _written(shards: ShardsRecord, adapters: AdaptersRecord) -> _Contents:
+    found = adapters.result
+    return _Contents(
+        shards=shards.result.shards,
+        adapters=found.adapters if found else (),
+        files=shards.result.files + (found.files if found else ()),
+    )
+
+
+def _derived(written: _Contents, encrypted: EncryptedRecord) -> _Contents:
+    """The same tensors, in encrypted files; what is no tensor file is the same."""
+    result = encrypted.result
+    if result is None:
+        raise BuildMismatchError(
+            f"{encrypted.model} {encrypted.suffix}: nothing was encrypted when encrypted_shards "
+            "ran, and the profile asks for it; materialize this partition from hf_snapshot on"
+        )
+    tensors = {file.path: file.tensors for file in result.tensors}
+    ours = {file.path for file in result.files}
+    return _Contents(
+        shards=tuple(
+            shard.model_copy(update={"tensors": tensors[shard.file]}) for shard in written.shards
+        ),
+        adapters=tuple(
+            adapter.model_copy(update={"tensors": tensors[adapter.file]})
+            for adapter in written.adapters
+        ),
+        files=result.files + tuple(file for file in written.files if file.path not in ours),
+    )
+
+
+def _require_place(
+    directory: str, *records: ShardsRecord | AdaptersRecord | EncryptedRecord
+) -> None:
+    for record in records:
+        if record.directory != directory:
+            raise BuildMismatchError(
+                f"{record.model} {record.suffix}: a {type(record).__name__} is of "
+                f"{record.directory}, and the build goes to {directory}: its data key is another "
+                "now. Materialize this partition from hf_snapshot on"
+            )
+
+
+def _complete(
+    work: _Work,
+    contents: _Contents,
+    hidden: EncryptedBuild | None,
+    plaintext: ArtifactPlace | None = None,
+) -> _Sealed:
+    """Put what is missing beside the tensors, and seal the directory if it is not.
+
+    `hidden` is the encrypted build that it is of; `plaintext` the one that was made of.
+    """
+    store, build = work.store, work.build
+    directory = hidden.directory if hidden else build.directory
+    stored = read_manifest(store, directory, work.keyring.trusted())
+    if stored is None:
+        companions = _companions(build.snapshot)
+        _require_apart(build, companions, contents.files)
+        if plaintext is None:
+            folder = _fetched(work.access, build.snapshot, companions)
+            for file in companions:
+                key = layout.file_key(directory, file.path)
+                store.put_file(key, folder / file.path, sha256=file.sha256)
+        else:
+            configs = {adapter.config for adapter in contents.adapters}
+            for file in (*companions, *(file for file in contents.files if file.path in configs)):
+                _copy(store, file, plaintext.directory, directory)
+        _require_files(store, directory, contents.files)
+        manifest = _manifest(work, contents, companions, hidden, plaintext)
+        stored = _seal(store, work.keyring, directory, manifest)
+    provenance.write(store, directory, stored, work.keyring.key(), work.keyring.trusted())
+    place = ArtifactPlace(
+        build_id=stored.manifest.build_id,
+        directory=directory,
+        manifest_sha256=stored.sha256,
+        encrypted=hidden is not None,
+    )
+    return _Sealed(place, stored.manifest)
+
+
 def _companions(snapshot: hub.Snapshot) -> tuple[FileEntry, ...]:
-    """Everything of the snapshot but its weights; `manifest.json` is our own name."""
+    """Everything of the snapshot but its weights, and but names that are our own."""
     return tuple(
         FileEntry(path=file.path, size=file.size, sha256=file.sha256)
         for file in snapshot.files
         if not file.path.endswith(_WEIGHTS)
-        and file.path != layout.MANIFEST
+        and file.path not in _OURS
         and PurePosixPath(file.path).name != ".gitattributes"
     )
 
 
+def _require_apart(
+    build: SnapshotRecord, companions: tuple[FileEntry, ...], files: tuple[FileEntry, ...]
+) -> None:
+    """Refuse a repo with files where the build's own go, an adapter's for instance."""
+    ours = [f"{file.path}/" for file in files]
+    both = [
+        file.path
+        for file in companions
+        if any(own.startswith(f"{file.path}/") or f"{file.path}/".startswith(own) for own in ours)
+    ]
+    if both:
+        raise HubError(
+            f"{build.model}@{build.snapshot.commit} brings files of its own where those of this "
+            f"build go ({', '.join(both)}), and vLLM would take one for the other; build from a "
+            "repo without them"
+        )
+
+
+def _fetched(
+    access: hub.HubAccess, snapshot: hub.Snapshot, companions: tuple[FileEntry, ...]
+) -> Path:
+    """The folder of these files; downloaded, without the weights, where they are gone."""
+    folder = hub.local_path(access, snapshot)
+    if folder is not None:
+        return folder
+    names = {file.path for file in companions}
+    listing = hub.resolve(access, snapshot.model, snapshot.commit)
+    small = tuple(file for file in listing.files if file.path in names)
+    listing = listing.model_copy(update={"files": small})
+    return hub.download(access, snapshot.model, listing)[1]
+
+
+def _copy(store: Store, file: FileEntry, source: str, directory: str) -> None:
+    key = layout.file_key(source, file.path)
+
+    def chunks() -> Iterator[bytes]:
+        with store.open_read(key) as stream, explained("read", store.uri(key)):
+            while chunk := stream.read(CHUNK_BYTES):
+                yield chunk
+
+    place = layout.file_key(directory, file.path)
+    store.put_stream(place, chunks(), size=file.size, sha256=file.sha256)
+
+
 def _manifest(
-    build: SnapshotRecord, shards: ShardsRecord, companions: tuple[FileEntry, ...]
+    work: _Work,
+    contents: _Contents,
+    companions: tuple[FileEntry, ...],
+    hidden: EncryptedBuild | None,
+    plaintext: ArtifactPlace | None,
 ) -> Manifest:
-    result = shards.result
+    build, result = work.build, work.shards.result
     return Manifest(
         model=build.model,
         suffix=build.suffix,
-        build_id=build.build_id,
-        inputs=build.inputs,
-        snapshot=SnapshotEntry(
-            revision=build.snapshot.revision,
-            commit=build.snapshot.commit,
-            files=tuple(
-                FileEntry(path=file.path, size=file.size, sha256=file.sha256)
-                for file in build.snapshot.files
-            ),
-            weights_format=build.snapshot.weights_format,
-        ),
+        build_id=hidden.build_id if hidden else build.build_id,
+        inputs=build.inputs.model_copy(update={"data_key": hidden.key_id if hidden else None}),
+        snapshot=snapshot_entry(build.snapshot),
         profile=build.profile,
         sharding="virtual",
-        tensor_parallel_size=len(result.shards),
+        tensor_parallel_size=len(contents.shards),
         dtype=result.dtype,
         architecture=result.architecture,
         dtype_census=result.census,
         stock_vllm=result.stock_vllm,
         tied=result.tied,
         versions=result.versions,
-        files=companions + result.files,
-        shards=result.shards,
+        files=companions + contents.files,
+        shards=contents.shards,
+        adapters=contents.adapters,
+        encryption=EncryptionEntry(
+            key_id=hidden.key_id, plaintext=plaintext.manifest_sha256 if plaintext else None
+        )
+        if hidden
+        else None,
     )
 
 
-def _require_shards(store: Store, build: SnapshotRecord, shards: ShardsRecord) -> None:
-    for file in shards.result.files:
-        key = layout.file_key(build.directory, file.path)
+def snapshot_entry(snapshot: hub.Snapshot) -> SnapshotEntry:
+    """A snapshot as manifests have it."""
+    return SnapshotEntry(
+        revision=snapshot.revision,
+        commit=snapshot.commit,
+        files=tuple(
+            FileEntry(path=file.path, size=file.size, sha256=file.sha256) for file in snapshot.files
+        ),
+        weights_format=snapshot.weights_format,
+    )
+
+
+def _require_files(store: Store, directory: str, files: tuple[FileEntry, ...]) -> None:
+    for file in files:
+        key = layout.file_key(directory, file.path)
         if store.stat(key) != file.size:
             raise ManifestError(
                 f"{store.uri(key)} is gone or has another size than the worker wrote "
-                f"({file.size:,} bytes); materialize tensorized_shards again"
+                f"({file.size:,} bytes); materialize tensorized_shards and what follows it again"
             )
 
 
-def _seal(store: Store, keyring: KeyringResource, directory: str, manifest: Manifest) -> str:
+def _seal(
+    store: Store, keyring: KeyringResource, directory: str, manifest: Manifest
+) -> StoredManifest:
     """Write the manifest if there is none. Of two runs of one build the first one's stands."""
     data = encode(manifest, keyring.key())
     try:
         store.put_bytes(layout.manifest_key(directory), data, if_absent=True)
-        return manifest_sha256(data)
+        return StoredManifest(manifest, manifest_sha256(data))
     except ConflictError:
         stored = read_manifest(store, directory, keyring.trusted())
         if stored is None or stored.manifest.build_id != manifest.build_id:
@@ -162,4 +353,4 @@ def _seal(store: Store, keyring: KeyringResource, directory: str, manifest: Mani
                 f"{store.uri(directory)} was completed by another run with other bytes for the "
                 "same build; compare the two runs' tool versions and report it"
             ) from None
-        return stored.sha256
+        return stored

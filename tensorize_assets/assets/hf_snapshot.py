@@ -289,7 +289,9 @@ def _what_is_new(
     inputs: BuildInputs,
 ) -> tuple[str, ...]:
     """In which inputs this build differs from the one that is published; also in the log."""
-    published = channel.read_channel(store, target.model, target.suffix, keyring.trusted())
+    published = channel.read_channel(
+        store, target.model, target.suffix, keyring.trusted(), keyring.seen()
+    )
     if published is None:
         context.log.info(f"{target.model} {target.suffix}: first build")
         return ()

@@ -68,6 +68,7 @@ def published(
                 None,
             ),
             republish=config.republish,
+            seen=keyring.seen(),
         )
         key = layout.channel_key(target.model, target.suffix)
     held = entry.build_id != first.build_id

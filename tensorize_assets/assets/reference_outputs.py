@@ -1,7 +1,8 @@
-"""reference_outputs: what the source says, once for each commit, dtype, TP and device."""
+"""reference_outputs: what the source says, once for each commit, adapters, dtype, TP and device."""
 
 import dagster as dg
 
+from tensorize_assets.assets.lora_adapters import local_adapter
 from tensorize_assets.assets.target import (
     failures,
     require_one_build,
@@ -37,14 +38,15 @@ def reference_outputs(
 ) -> dg.MaterializeResult[ReferenceRecord]:
     """Greedy tokens and top log-probabilities of the source, loaded by vLLM's default loader.
 
-    Made at the artifact's own dtype, TP and device: between TP sizes the order of reductions
-    differs, and with it a token now and then.
+    With adapters, also of the source with each, in the same engine. Made at the artifact's own
+    dtype, TP and device: between TP sizes the order of reductions differs, and with it a token now
+    and then.
     """
     with failures(context):
         target = target_of(context, catalog)
         require_one_build(context, target, hf_snapshot)
         profile = target.profile
-        digest = prompts_digest(profile.prompts)
+        digest = prompts_digest(profile.prompts, hf_snapshot.inputs.adapters)
         store = artifact_store.open(target.root)
         key = layout.reference_key(
             hf_snapshot.inputs.commit,
@@ -57,7 +59,8 @@ def reference_outputs(
         result = read_reference(store, key)
         shared = result is not None
         if result is None:
-            folder = hub.ensure_local(hub_access.access(), hf_snapshot.snapshot)
+            access = hub_access.access()
+            folder = hub.ensure_local(access, hf_snapshot.snapshot)
             result = launcher.run(
                 context,
                 ReferenceRequest(
@@ -68,6 +71,7 @@ def reference_outputs(
                     dtype=profile.dtype,
                     device=profile.reload_device,
                     prompts=profile.prompts,
+                    adapters=tuple(local_adapter(access, one) for one in hf_snapshot.adapters),
                 ),
                 ReferenceResult,
             ).result

@@ -1,8 +1,10 @@
 """reload_check: the artifact loaded as it will be served, and compared with its source."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import dagster as dg
 from pydantic import JsonValue
@@ -14,7 +16,7 @@ from tensorize_assets.assets.target import (
     require_one_build,
     target_of,
 )
-from tensorize_assets.core import channel, compare
+from tensorize_assets.core import channel, compare, sealing
 from tensorize_assets.core.errors import EvidenceError, TensorizeAssetsError
 from tensorize_assets.core.evidence import (
     CheckOutcome,
@@ -32,7 +34,7 @@ from tensorize_assets.core.records import (
     ReloadRecord,
 )
 from tensorize_assets.core.store import Store
-from tensorize_assets.core.tasks import ReferenceResult, ReloadRequest, ReloadResult
+from tensorize_assets.core.tasks import DATA_KEY, ReferenceResult, ReloadRequest, ReloadResult
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.keyring import KeyringResource
@@ -40,6 +42,16 @@ from tensorize_assets.resources.launcher import SubprocessLauncher
 from tensorize_assets.resources.store import HandedOver, StoreResource
 
 _KEY = dg.AssetKey("reload_check")
+
+_Metadata = dict[str, dg.MetadataValue | str | int | float | bool]
+
+
+class _Reloaded(NamedTuple):
+    """The evidence of one of the artifact's directories, and whether it was had just now."""
+
+    encrypted: bool
+    evidence: Evidence
+    fresh: bool
 
 
 def _check_specs() -> list[dg.AssetCheckSpec]:
@@ -77,64 +89,113 @@ def reload_check(
     keyring: KeyringResource,
     launcher: SubprocessLauncher,
 ) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult[ReloadRecord]]:
-    """Evidence that this artifact loads and answers as its source does.
+    """Evidence that this artifact loads and answers as its source does; of each variant its own.
 
-    Every check emits a result whatever fails: Dagster lets downstream pass a blocking check that
-    says nothing.
+    A check passes if it does for every variant. Every check emits a result whatever fails: Dagster
+    lets downstream pass a blocking check that says nothing.
     """
     try:
         with failures(context):
             target = target_of(context, catalog)
             require_one_build(context, target, artifact, reference_outputs)
             store = artifact_store.open(target.root)
-            place = artifact.variants[0]
-            stored = read_manifest(store, place.directory, keyring.trusted())
-            if stored is None or stored.sha256 != place.manifest_sha256:
-                raise EvidenceError(
-                    f"{store.uri(place.directory)} has lost its manifest, or has another than "
-                    "its record says; materialize the asset artifact again"
-                )
-            evidence = _passed_before(store, keyring, target, stored, reference_outputs)
-            fresh = evidence is None
-            if evidence is None:
-                reference = read_reference(store, reference_outputs.reference)
-                if reference is None:
+            perplexity = _published_perplexity(context, store, keyring, target, artifact)
+            reloaded: list[_Reloaded] = []
+            for place in artifact.variants:
+                stored = read_manifest(store, place.directory, keyring.trusted())
+                if stored is None or stored.sha256 != place.manifest_sha256:
                     raise EvidenceError(
-                        f"{store.uri(reference_outputs.reference)} is gone; materialize "
-                        "reference_outputs again"
+                        f"{store.uri(place.directory)} has lost its manifest, or has another than "
+                        "its record says; materialize the asset artifact again"
                     )
-                handed_over = artifact_store.hand_over(target.root)
-                reload = launcher.run(
-                    context,
-                    _request(target, stored, place, handed_over),
-                    ReloadResult,
-                    handed_over.secrets,
-                ).result
-                perplexity = _published_perplexity(context, store, keyring, target, place.build_id)
-                evidence = _evidence(
-                    target, stored, reference_outputs, reference, reload, perplexity
-                )
-                write_evidence(store, keyring.key(), evidence)
+                evidence = _passed_before(store, keyring, target, stored, reference_outputs)
+                fresh = evidence is None
+                if evidence is None:
+                    reference = read_reference(store, reference_outputs.reference)
+                    if reference is None:
+                        raise EvidenceError(
+                            f"{store.uri(reference_outputs.reference)} is gone; materialize "
+                            "reference_outputs again"
+                        )
+                    handed_over = artifact_store.hand_over(target.root)
+                    with _data_key(store, keyring, stored) as secrets:
+                        reload = launcher.run(
+                            context,
+                            _request(target, stored, place, handed_over),
+                            ReloadResult,
+                            {**handed_over.secrets, **secrets},
+                        ).result
+                    evidence = _evidence(
+                        target, stored, reference_outputs, reference, reload, perplexity
+                    )
+                    write_evidence(store, keyring.key(), evidence)
+                reloaded.append(_Reloaded(place.encrypted, evidence, fresh))
     except dg.RetryRequested:
         raise  # not decided yet: the next attempt has results of its own
     except Exception as error:
         yield from _results(compare.failed(_reason(error)))
         raise
-    if fresh:
-        context.log.info(f"reloaded on {evidence.device_name}")
-    else:
-        context.log.info(f"evidence of {evidence.when:%Y-%m-%d %H:%M} UTC stands: not loaded again")
+    for one in reloaded:
+        which = f"{_kind(one)} artifact" if len(reloaded) > 1 else "artifact"
+        when = f"{one.evidence.when:%Y-%m-%d %H:%M}"
+        context.log.info(
+            f"{which}: reloaded on {one.evidence.device_name}"
+            if one.fresh
+            else f"{which}: evidence of {when} UTC stands: not loaded again"
+        )
+    found = [one.evidence for one in reloaded]
     yield dg.MaterializeResult(
         value=ReloadRecord(
             model=target.model,
             suffix=target.suffix,
             build_id=artifact.build_id,
-            evidence=(evidence_key(stored.sha256, evidence.device, evidence.vllm_version),),
-            passed=evidence.passed,
+            evidence=tuple(
+                evidence_key(one.manifest_sha256, one.device, one.vllm_version) for one in found
+            ),
+            passed=all(one.passed for one in found),
         ),
-        metadata=_metadata(evidence),
-        check_results=list(_results(evidence.checks)),
+        metadata=_metadata(reloaded),
+        check_results=list(_results(_together(reloaded))),
     )
+
+
+def _kind(reloaded: _Reloaded) -> str:
+    return "encrypted" if reloaded.encrypted else "plaintext"
+
+
+def _together(reloaded: Sequence[_Reloaded]) -> tuple[CheckOutcome, ...]:
+    """Each check over all variants. What is shown beside it is the first's, where it has any."""
+    if len(reloaded) == 1:
+        return reloaded[0].evidence.checks
+    checks: list[CheckOutcome] = []
+    for outcomes in zip(*(one.evidence.checks for one in reloaded), strict=True):
+        said = [
+            f"{_kind(one)}: {outcome.description}"
+            for one, outcome in zip(reloaded, outcomes, strict=True)
+        ]
+        checks.append(
+            CheckOutcome(
+                name=outcomes[0].name,
+                passed=all(outcome.passed for outcome in outcomes),
+                description="; ".join(said),
+                metadata=outcomes[0].metadata or outcomes[-1].metadata,
+            )
+        )
+    return tuple(checks)
+
+
+@contextmanager
+def _data_key(
+    store: Store, keyring: KeyringResource, stored: StoredManifest
+) -> Generator[dict[str, bytes]]:
+    """The secrets of a worker that loads this artifact; none for a plaintext one."""
+    encryption = stored.manifest.encryption
+    if encryption is None:
+        yield {}
+        return
+    private, trusted = keyring.private(), keyring.trusted()
+    with sealing.unseal(store, encryption.key_id, private, trusted=trusted) as data_key:
+        yield {DATA_KEY: data_key.reveal()}
 
 
 def _request(
@@ -148,6 +209,8 @@ def _request(
         root=target.root,
         directory=artifact.directory,
         companions=tuple(file for file in manifest.files if file.path not in shards),
+        adapters=manifest.adapters,
+        encrypted=manifest.encryption is not None,
         s3=handed_over.settings,
         tensor_parallel_size=manifest.tensor_parallel_size,
         dtype=manifest.dtype,
@@ -164,7 +227,10 @@ def _passed_before(
     stored: StoredManifest,
     reference: ReferenceRecord,
 ) -> Evidence | None:
-    """Passing evidence for this manifest, device, vLLM and prompts; a failure is tried again."""
+    """Passing evidence for this manifest, device, vLLM, prompts and adapters.
+
+    A failure is tried again.
+    """
     found = read_evidence(
         store,
         stored.sha256,
@@ -184,13 +250,17 @@ def _published_perplexity(
     store: Store,
     keyring: KeyringResource,
     target: Target,
-    build_id: str,
+    artifact: ArtifactRecord,
 ) -> float | None:
     """What the channel's current build had; None for a first build, or when it is this one."""
-    published = channel.read_channel(store, target.model, target.suffix, keyring.trusted())
-    if published is None or published.channel.current.build_id == build_id:
+    published = channel.read_channel(
+        store, target.model, target.suffix, keyring.trusted(), keyring.seen()
+    )
+    if published is None:
         return None
     entry = published.channel.current
+    if entry.build_id == artifact.variants[0].build_id:
+        return None
     try:
         found = read_evidence(
             store, entry.manifest_sha256, entry.device, entry.vllm_version, keyring.trusted()
@@ -287,8 +357,17 @@ def _shown(value: JsonValue) -> dg.MetadataValue:
     )
 
 
-def _metadata(evidence: Evidence) -> dict[str, dg.MetadataValue | str | int | float | bool]:
-    metadata: dict[str, dg.MetadataValue | str | int | float | bool] = {
+def _metadata(reloaded: Sequence[_Reloaded]) -> _Metadata:
+    """The first variant's figures, and the second's by names of their own."""
+    metadata: _Metadata = {}
+    for number, one in enumerate(reloaded):
+        prefix = f"{_kind(one)}_" if number else ""
+        metadata |= {f"{prefix}{name}": value for name, value in _figures_of(one.evidence).items()}
+    return metadata
+
+
+def _figures_of(evidence: Evidence) -> _Metadata:
+    metadata: _Metadata = {
         "device": evidence.device,
         "device_name": evidence.device_name,
         "vllm_version": evidence.vllm_version,

@@ -19,7 +19,6 @@ from pydantic import (
     JsonValue,
     ValidationError,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -50,6 +49,9 @@ SUFFIX_PATTERN = (
 )
 
 ADAPTER_NAME_PATTERN = r"^[A-Za-z0-9](?:[A-Za-z0-9_.\-]{0,62}[A-Za-z0-9_\-])?$"
+# Shorter than any key is as text: one that stands in the name's place is refused.
+RECIPIENT_NAME_PATTERN = r"^[A-Za-z0-9](?:[A-Za-z0-9_.\-]{0,38}[A-Za-z0-9_\-])?$"
+_KEY_PATTERN = "^[A-Za-z0-9+/]{43}=$"
 
 # What a value must be, by the argument's name. Arguments of TensorSerializer.__init__ and
 # TensorDeserializer.__init__ in tensorizer 2.10.1 (tensorizer/serialization.py), together with
@@ -162,7 +164,12 @@ def _adapter_name(value: str) -> str:
 
 
 def _recipient_name(value: str) -> str:
-    return _adapter_name(value)
+    if re.fullmatch(RECIPIENT_NAME_PATTERN, value) is None:
+        raise ValueError(
+            "is not a name: 1 to 40 letters, digits, . _ -, starting with a letter or digit; "
+            "write name: public key"
+        )
+    return value
 
 
 def _recipient_key(value: str) -> str:
@@ -170,6 +177,50 @@ def _recipient_key(value: str) -> str:
         return check_public_key(value)
     except SealingError as error:
         raise ValueError(str(error)) from None
+
+
+def _recipients(recipients: dict[str, str]) -> dict[str, str]:
+    names, keys = list(recipients), list(recipients.values())
+    lower = [name.lower() for name in names]
+    problems: dict[tuple[str | int, ...], str] = {}
+    for n, name in enumerate(names):
+        if keys[n] in keys[:n]:
+            other = names[keys.index(keys[n])]
+            problems[name,] = f"has the public key of {other}: a key is one recipient; remove one"
+        elif lower[n] in lower[:n]:
+            # Each names a file, and some disks ignore case.
+            other = names[lower.index(lower[n])]
+            problems[name,] = f"too much like the recipient {other}; rename one"
+    _refuse(problems)
+    return recipients
+
+
+def _adapters(adapters: tuple[Adapter, ...]) -> tuple[Adapter, ...]:
+    # Without regard to case: each has a folder, and some disks have none either.
+    names = [adapter.name.lower() for adapter in adapters]
+    _refuse(
+        {
+            (n, "name"): f"another adapter of this profile is called {name}; rename one"
+            for n, name in enumerate(names)
+            if name in names[:n]
+        }
+    )
+    return adapters
+
+
+def _refuse(problems: Mapping[tuple[str | int, ...], str]) -> None:
+    """Raise ValidationError with each problem at its path, if there is any."""
+    errors = [
+        InitErrorDetails(
+            type=PydanticCustomError("refused", "{reason}", {"reason": problem}),
+            loc=path,
+            # The value may be a key that somebody put here by mistake.
+            input="(not shown)",
+        )
+        for path, problem in problems.items()
+    ]
+    if errors:
+        raise ValidationError.from_exception_data("catalog", errors)
 
 
 def _trusted_key(value: str) -> str:
@@ -229,18 +280,13 @@ def _checked_arguments(
     known: Mapping[str, Literal["switch", "count"]],
     refused: Mapping[str, str],
 ) -> dict[str, JsonValue]:
-    errors = [
-        InitErrorDetails(
-            type=PydanticCustomError("tensorizer_argument", "{reason}", {"reason": problem}),
-            loc=(name,),
-            # The value may be a key that somebody put here by mistake.
-            input="(not shown)",
-        )
-        for name, value in arguments.items()
-        if (problem := _argument_problem(name, value, known, refused))
-    ]
-    if errors:
-        raise ValidationError.from_exception_data("tensorizer arguments", errors)
+    _refuse(
+        {
+            (name,): problem
+            for name, value in arguments.items()
+            if (problem := _argument_problem(name, value, known, refused))
+        }
+    )
     return arguments
 
 
@@ -281,13 +327,13 @@ AdapterName = Annotated[
 RecipientName = Annotated[
     str,
     AfterValidator(_recipient_name),
-    WithJsonSchema({"type": "string", "pattern": ADAPTER_NAME_PATTERN}),
+    WithJsonSchema({"type": "string", "pattern": RECIPIENT_NAME_PATTERN}),
 ]
 RecipientKey = Annotated[
-    str, AfterValidator(_recipient_key), WithJsonSchema({"type": "string", "pattern": "=$"})
+    str, AfterValidator(_recipient_key), WithJsonSchema({"type": "string", "pattern": _KEY_PATTERN})
 ]
 TrustedKey = Annotated[
-    str, AfterValidator(_trusted_key), WithJsonSchema({"type": "string", "pattern": "=$"})
+    str, AfterValidator(_trusted_key), WithJsonSchema({"type": "string", "pattern": _KEY_PATTERN})
 ]
 Prompt = Annotated[
     str, AfterValidator(_prompt), WithJsonSchema({"type": "string", "pattern": r"\S"})
@@ -347,7 +393,7 @@ class Profile(BaseModel):
         description="Device on which the finished artifact is loaded again and compared before "
         "it is published. There is no default: choose the proof you want.",
     )
-    adapters: tuple[Adapter, ...] = Field(
+    adapters: Annotated[tuple[Adapter, ...], AfterValidator(_adapters)] = Field(
         default=(),
         description="LoRA adapters that are stored, reloaded and served with the model. A new "
         "commit of one is a new build.",
@@ -392,15 +438,6 @@ class Profile(BaseModel):
         "build's by more than this fraction: 0.1 is 10 %.",
     )
 
-    @field_validator("adapters")
-    @classmethod
-    def _unique_names(cls, adapters: tuple[Adapter, ...]) -> tuple[Adapter, ...]:
-        # Without regard to case: each has a folder, and some disks have none either.
-        names = [adapter.name.lower() for adapter in adapters]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"an adapter is named twice: {', '.join(twice)}; rename one")
-        return adapters
-
 
 class ModelEntry(BaseModel):
     """One model and the ways to build it."""
@@ -430,7 +467,7 @@ class Catalog(BaseModel):
         description="How an s3:// root is reached, where boto3's own settings are not enough. "
         "Never credentials: those come from the environment, a profile or the machine's role.",
     )
-    recipients: dict[RecipientName, RecipientKey] = Field(
+    recipients: Annotated[dict[RecipientName, RecipientKey], AfterValidator(_recipients)] = Field(
         default={},
         description="Who can open encrypted builds: public keys by name, as `tensorize keys "
         "generate` prints them. The home that builds must be one of them, to reload what it built.",
@@ -448,13 +485,16 @@ class Catalog(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _has_recipients(self) -> Catalog:
-        for model, suffix in self.pairs():
-            if self.models[model].profiles[suffix].encryption != "none" and not self.recipients:
-                raise ValueError(
-                    f"{model} {suffix} is to be encrypted, and nobody could open it: add "
-                    "recipients, name: public key (`tensorize keys generate` makes a pair)"
-                )
+    def _each_key_has_one_use(self) -> Catalog:
+        names = {key: name for name, key in self.recipients.items()}
+        _refuse(
+            {
+                ("trust", n): f"is the key of recipient {names[key]}, which signs nothing; write "
+                "the signing key's public key (`tensorize keys public` prints both)"
+                for n, key in enumerate(self.trust or ())
+                if key in names
+            }
+        )
         return self
 
     def profile(self, model: str, suffix: str) -> Profile:

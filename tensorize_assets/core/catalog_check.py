@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from tensorize_assets.core.catalog import (
+    Adapter,
     Catalog,
     ModelEntry,
     Profile,
@@ -47,6 +48,11 @@ _PLAIN_TAGS = {
     f"{_YAML}null": "no value",
 }
 _SHAPE = "a catalog is a mapping with the keys root and models"
+# 32 bytes as text, and private keys: what may be a secret is in no message.
+_SECRET = re.compile(
+    r"X25519-PRIVATE-KEY:\S*|(?<![A-Za-z0-9+/])[A-Za-z0-9+/]{43}=|(?<!\w)[0-9A-Fa-f]{64}(?!\w)",
+    re.IGNORECASE,
+)
 _UNREADABLE_SCALAR = (ValueError, KeyError, IndexError, OverflowError)
 
 
@@ -130,7 +136,7 @@ def read_catalog(
         reading.trees.append(tree)
         tree.value = _read_node(reading, tree, root, (), ())
     except _UnreadableError as error:
-        return None, (Problem(file=file, line=error.line, field="", message=str(error)),)
+        return None, (_problem(file, error.line, (), str(error)),)
 
     catalog = None
     for tree in reading.trees:
@@ -138,15 +144,20 @@ def read_catalog(
         _check_names(reading, tree)
         if known_config:
             _check_tensor_parallel(reading, tree, known_config)
+    _check_recipients(reading)
     if not reading.mistakes:
         return catalog, ()
     # The same mistake in a mapping that is merged into several is made, and mended, once.
     unique = {mistake[:3]: mistake for mistake in sorted(reading.mistakes, reverse=True, key=_key)}
     problems = tuple(
-        Problem(file=file, line=m.line, field=".".join(map(_shown, m.path)), message=m.message)
-        for m in sorted(unique.values(), key=_key)
+        _problem(file, m.line, m.path, m.message) for m in sorted(unique.values(), key=_key)
     )
     return None, problems
+
+
+def _problem(file: str, line: int, path: _Path, message: str) -> Problem:
+    field = ".".join(map(_shown, path))
+    return Problem(file=file, line=line, field=field, message=_SECRET.sub("(not shown)", message))
 
 
 def _key(mistake: _Mistake) -> tuple[int, int, tuple[str, ...], str]:
@@ -416,9 +427,9 @@ def _explain(tree: _Tree, path: _Path, kind: str, error: Mapping[str, Any]) -> s
         case "int_type" | "float_type":
             return _not_number(node, "a whole number" if kind == "int_type" else "a number")
         case "dict_type" | "model_type":
-            return f"wants a mapping (lines of key: value), not {_got(node)}"
+            return f"wants a mapping (lines of {_lines(path)}), not {_got(node)}"
         case "tuple_type":
-            return f"wants a list (lines of - text), not {_got(node)}"
+            return f"wants a list (lines of {_items(path)}), not {_got(node)}"
         case "string_too_short":
             return "is empty; write a value, or remove the key"
         case "string_too_long":
@@ -439,8 +450,32 @@ def _explain(tree: _Tree, path: _Path, kind: str, error: Mapping[str, Any]) -> s
             return str(error["msg"])
 
 
+def _lines(path: _Path) -> str:
+    match path:
+        case ("recipients",):
+            return "name: public key"
+        case (*_, "adapters", _):
+            return "name: and repo:"
+        case _:
+            return "key: value"
+
+
+def _items(path: _Path) -> str:
+    match path:
+        case (*_, "adapters"):
+            return "- name: and below it repo:"
+        case ("trust",):
+            return "- public key"
+        case _:
+            return "- text"
+
+
 def _missing(path: _Path) -> str:
     match path:
+        case (*_, "adapters", _, "name"):
+            return "is missing: write name: and what the adapter is to be called when it is served"
+        case (*_, "adapters", _, "repo"):
+            return "is missing: write repo: and the adapter's Hub repo, org/name"
         case (*_, "reload_device"):
             return (
                 "is missing: write reload_device: cuda or reload_device: cpu (no default, because "
@@ -474,6 +509,8 @@ def _owner(path: _Path) -> type[BaseModel]:
     """The model that the last part of `path` is a field of."""
     if path[0] == "s3" and len(path) > 1:
         return S3Settings
+    if "adapters" in path[4:-1]:
+        return Adapter
     return {1: Catalog, 3: ModelEntry}.get(len(path), Profile)
 
 
@@ -534,6 +571,8 @@ def _shown(value: object) -> str:
 
 
 def _cut(text: str) -> str:
+    # Before it is cut: half a secret is not known for one.
+    text = _SECRET.sub("(not shown)", text)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
@@ -576,6 +615,21 @@ def _check_alike(reading: _Reading, tree: _Tree, path: _Path, names: list[str]) 
         line = f" (line {spot.line})" if spot else ""
         message = f"too much like the {what} {_shown(other)}{line}: {why}; keep one"
         _add(reading, tree, (*path, name), message)
+
+
+def _check_recipients(reading: _Reading) -> None:
+    """Encrypted profiles of a catalog that names nobody who could open them."""
+    tree = reading.trees[0]
+    root = tree.value
+    if not isinstance(root, dict) or root.get("recipients"):
+        return
+    for model, suffix, profile in _profiles(root):
+        if profile.get("encryption") in ("both", "only"):
+            message = (
+                "nobody could open it: write recipients: at the top, and under it name: public "
+                "key (`tensorize keys generate` makes a pair of keys)"
+            )
+            _add(reading, tree, ("models", model, "profiles", suffix, "encryption"), message)
 
 
 def _check_tensor_parallel(reading: _Reading, tree: _Tree, known_config: KnownConfig) -> None:

@@ -10,13 +10,15 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Literal, NamedTuple
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, cast
 
-from pydantic import AwareDatetime, Field, field_validator, model_validator
+from pydantic import AwareDatetime, Field, JsonValue, field_validator, model_validator
 
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import ConflictError, StoreError
 from tensorize_assets.core.evidence import Device
+from tensorize_assets.core.seen import last_mark, note, require_newer
 from tensorize_assets.core.store import Store
 
 # At least one writer wins each round, so this many publishers of one channel may race.
@@ -117,18 +119,29 @@ class StoredChannel(NamedTuple):
 
 
 def read_channel(
-    store: Store, model: str, suffix: str, trusted: Collection[str] | None
+    store: Store,
+    model: str,
+    suffix: str,
+    trusted: Collection[str] | None,
+    seen: Path | None = None,
 ) -> StoredChannel | None:
     """Return the channel of a model and suffix, or None when nothing was published.
 
+    `seen` is the folder in which this home keeps how far it has seen each channel; without one,
+    an old channel that was put back is believed.
+
     Raises SignatureError for a signature that is missing, wrong or not by one of the `trusted`
-    public keys (None: any), StoreError for a damaged history or that of another channel.
+    public keys (None: any), StoreError for a damaged history or that of another channel,
+    HistoryError for an older one than was seen.
     """
     key = layout.channel_key(model, suffix)
-    found = store.get_bytes(key)
-    if found is None:
-        return None
     where = store.uri(key)
+    mark = last_mark(seen, where)
+    found = store.get_bytes(key)
+    remedy = f"`tensorize channel accept {model} {suffix}`"
+    if found is None:
+        require_newer(mark, where, (), remedy)
+        return None
     payload = signing.verify("channel", found.data, trusted, where).payload
     channel = jsonio.load_record(Channel, jsonio.canonical(payload, where), where)
     if (channel.model, channel.suffix) != (model, suffix):
@@ -136,6 +149,9 @@ def read_channel(
             f"{where} is the channel of {channel.model} {channel.suffix}, not of {model} {suffix}; "
             "restore it"
         )
+    entries = cast("list[JsonValue]", payload["entries"])
+    require_newer(mark, where, entries, remedy)
+    note(seen, where, entries)
     return StoredChannel(channel, found.etag)
 
 
@@ -155,6 +171,7 @@ def append(
     encrypted: EncryptedVariant | None = None,
     when: datetime | None = None,
     unless: Callable[[Channel], bool] | None = None,
+    seen: Path | None = None,
 ) -> Channel:
     """Make a build current for `vllm_version` and return the channel.
 
@@ -162,8 +179,7 @@ def append(
     says so of the very history that would be added to. That the evidence
     exists and passes is the caller's to verify. `when` is now unless given.
 
-    Raises StoreError and SignatureError as `read_channel` does, ConflictError when others kept
-    moving the channel.
+    Raises as `read_channel` does, and ConflictError when others kept moving the channel.
     """
 
     def extend(channel: Channel | None) -> tuple[ChannelEntry, ...]:
@@ -185,7 +201,7 @@ def append(
         )
         return () if _is_current(entry, entries) else (entry,)
 
-    return _move(store, key, model, suffix, trusted, extend)
+    return _move(store, key, model, suffix, trusted, extend, seen)
 
 
 def rollback_target(
@@ -195,6 +211,7 @@ def rollback_target(
     to_build_id: str | None = None,
     *,
     trusted: Collection[str] | None,
+    seen: Path | None = None,
 ) -> tuple[ChannelEntry, ...]:
     """Return the entries that `rollback` would add now, all of one build; moves nothing.
 
@@ -203,7 +220,7 @@ def rollback_target(
     Raises StoreError when there is no such build in the history or it is current already, and as
     `read_channel` does.
     """
-    found = read_channel(store, model, suffix, trusted)
+    found = read_channel(store, model, suffix, trusted, seen)
     if found is None:
         raise StoreError(f"{model} {suffix} has no channel: nothing was published to roll back to")
     target = to_build_id or _previous_build(found.channel)
@@ -224,6 +241,7 @@ def rollback(
     *,
     trusted: Collection[str] | None,
     when: datetime | None = None,
+    seen: Path | None = None,
 ) -> Channel:
     """Make an earlier build current again and return the channel.
 
@@ -234,7 +252,8 @@ def rollback(
     Raises StoreError as `rollback_target` does, and as `append` does.
     """
     # Decided once: read again after a lost race, "the build before" would be another one.
-    target = rollback_target(store, model, suffix, to_build_id, trusted=trusted)[0].build_id
+    planned = rollback_target(store, model, suffix, to_build_id, trusted=trusted, seen=seen)
+    target = planned[0].build_id
 
     def extend(channel: Channel | None) -> tuple[ChannelEntry, ...]:
         if channel is None:
@@ -243,7 +262,7 @@ def rollback(
             )
         return _rollback_entries(channel, target, when)
 
-    return _move(store, key, model, suffix, trusted, extend)
+    return _move(store, key, model, suffix, trusted, extend, seen)
 
 
 def _move(
@@ -253,17 +272,19 @@ def _move(
     suffix: str,
     trusted: Collection[str] | None,
     extend: Callable[[Channel | None], tuple[ChannelEntry, ...]],
+    seen: Path | None,
 ) -> Channel:
     """Add what `extend` makes of the channel as it is; again when another writer was first."""
     place = layout.channel_key(model, suffix)
     for attempt in range(_ATTEMPTS):
-        found = read_channel(store, model, suffix, trusted)
+        found = read_channel(store, model, suffix, trusted, seen)
         added = extend(found.channel if found else None)
         if found and not added:
             return found.channel
         entries = (*found.channel.entries, *added) if found else added
         channel = Channel(model=model, suffix=suffix, entries=entries)
-        data = signing.sign("channel", jsonio.dump_record(channel), key)
+        payload = jsonio.dump_record(channel)
+        data = signing.sign("channel", payload, key)
         try:
             if found:
                 store.put_bytes(place, data, if_match=found.etag)
@@ -273,6 +294,7 @@ def _move(
             # Random, so that publishers that lost together do not meet again.
             time.sleep(random.uniform(0, min(0.01 * 2**attempt, _LONGEST_PAUSE_S)))
         else:
+            note(seen, store.uri(place), cast("list[JsonValue]", payload["entries"]))
             return channel
     raise ConflictError(
         f"{store.uri(place)} was moved by others {_ATTEMPTS} times in a row; run this again"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tensorize_assets.core.catalog import Profile
 from tensorize_assets.core.evidence import CheckOutcome
@@ -22,16 +22,42 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 # Stands for a difference that is infinite or no number, which the evidence's JSON cannot hold.
 _FAR = 1e30
+# And for that of two positions that list no token in common.
+_APART = 2 * _FAR
 # What a worker sends for a perplexity that is not finite.
 _NO_PERPLEXITY = 1e300
 _SHOWN = 5
 
 
-def prompts_digest(prompts: tuple[str, ...]) -> str:
-    """Short name of a set of prompts: 12 hex digits over all of them."""
+ATTEMPTS = {
+    "no key": "The shard opened without a key.",
+    "wrong key": "With another key of 32 bytes.",
+    "short key": "With a key of 31 bytes.",
+    "header": "With its key, and one byte of the file's header flipped.",
+    "metadata": "One byte of a tensor's entry in the file's index.",
+    "tensor header": "One byte of the size in a tensor's own header.",
+    "tensor": "One byte of a tensor's encrypted values.",
+    "tag": "One byte of the tag that authenticates them.",
+}
+"""In which ways an encrypted artifact must not load; each is tried after the good load."""
+
+
+def prompts_digest(prompts: tuple[str, ...], adapters: Iterable[tuple[str, str]] = ()) -> str:
+    """Short name of what a model is asked: 12 hex digits over the prompts and, with adapters, over
+    the name and commit of each.
+    """
     whole = hashlib.sha256()
+
+    def add(text: str) -> None:
+        whole.update(len(text.encode()).to_bytes(8, "big") + text.encode())
+
     for prompt in prompts:
-        whole.update(len(prompt.encode()).to_bytes(8, "big") + prompt.encode())
+        add(prompt)
+    for name, commit in sorted(adapters):
+        # No length of a prompt: these are no further prompts.
+        whole.update(b"\xff" * 8)
+        add(name)
+        add(commit)
     return whole.hexdigest()[:12]
 
 
@@ -60,6 +86,9 @@ def outcomes(
         _if_answered(
             "perplexity_sane", answers, lambda got: _perplexity(got, profile, published_perplexity)
         ),
+        _adapters_equal(manifest, reference, reload),
+        _adapters_change(manifest, reference, reload),
+        _encryption(manifest, reload),
     )
 
 
@@ -74,6 +103,11 @@ CHECKS = {
     "values_finite": "No weight and no log-probability is NaN or infinite.",
     "perplexity_sane": "Perplexity on a bundled text is near the published build's, or below the "
     "profile's bound for a first build.",
+    "adapters_equal": "With each adapter, tokens and log-probabilities are those of the source "
+    "adapter on the source model.",
+    "adapters_change_answers": "With each adapter the artifact answers differently than without.",
+    "encryption_holds": "An encrypted artifact does not load without its key, with another or a "
+    "short one, or with a flipped byte anywhere.",
 }
 """What each check holds, by name."""
 
@@ -137,22 +171,16 @@ def _logprobs(source: Answers, got: Answers, dtype: str) -> CheckOutcome:
         return _outcome("logprobs_close", False, f"no tolerance is stated for dtype {dtype}")
     if _prompts(source) != _prompts(got):
         return _outcome("logprobs_close", False, "not compared: the prompts are not the same")
-    gaps: list[float] = []
-    for want, have in zip(source.outputs, got.outputs, strict=True):
-        for one, other in _common_positions(want, have):
-            shared = one.top.keys() & other.top.keys()
-            if not shared:
-                return _outcome(
-                    "logprobs_close",
-                    False,
-                    f"in the answer to {want.prompt!r} source and artifact have none of their "
-                    "best tokens in common",
-                    tolerance=tolerance,
-                )
-            gaps += [_gap(one.top[token], other.top[token]) for token in shared]
-    if not gaps:
+    worst = _largest_difference(source, got)
+    if worst is None:
         return _outcome("logprobs_close", False, "not compared: the answers are empty")
-    worst = max(gaps)
+    if worst == _APART:
+        return _outcome(
+            "logprobs_close",
+            False,
+            "at one position source and artifact have none of their best tokens in common",
+            tolerance=tolerance,
+        )
     return _outcome(
         "logprobs_close",
         worst <= tolerance,
@@ -160,6 +188,16 @@ def _logprobs(source: Answers, got: Answers, dtype: str) -> CheckOutcome:
         largest_difference=worst,
         tolerance=tolerance,
     )
+
+
+def _largest_difference(source: Answers, got: Answers) -> float | None:
+    """Of any log-probability, up to the first token that differs; None where there is none."""
+    gaps: list[float] = []
+    for want, have in zip(source.outputs, got.outputs, strict=True):
+        for one, other in _common_positions(want, have):
+            shared = one.top.keys() & other.top.keys()
+            gaps += [_gap(one.top[token], other.top[token]) for token in shared] or [_APART]
+    return max(gaps, default=None)
 
 
 def _gap(one: float, other: float) -> float:
@@ -246,8 +284,12 @@ def _finite(reload: ReloadResult) -> CheckOutcome:
         )
     if not reload.loads or reload.answers is None:
         return _outcome("values_finite", False, "not compared: the artifact did not load")
-    if not reload.answers.logprobs_finite:
-        return _outcome("values_finite", False, "weights are finite, log-probabilities are not")
+    asked = {"": reload.answers, **{f" with {name}": one for name, one in reload.adapters.items()}}
+    for how, answers in asked.items():
+        if not answers.logprobs_finite:
+            return _outcome(
+                "values_finite", False, f"weights are finite, log-probabilities{how} are not"
+            )
     return _outcome("values_finite", True, "all weights and log-probabilities are finite")
 
 
@@ -274,6 +316,103 @@ def _perplexity(got: Answers, profile: Profile, published_perplexity: float | No
         f"{found:.4g}, at most {bound:.4g} ({why})",
         perplexity=found,
         bound=bound,
+    )
+
+
+def _adapters_equal(
+    manifest: Manifest, reference: ReferenceResult, reload: ReloadResult
+) -> CheckOutcome:
+    name = "adapters_equal"
+    if not manifest.adapters:
+        return _outcome(name, True, "not applicable: the profile has no adapters")
+    if reload.answers is None:
+        return _outcome(name, False, "not compared: the artifact did not load")
+    problems: list[str] = []
+    answers: list[dict[str, str]] = []
+    for adapter in manifest.adapters:
+        want, got = reference.adapters.get(adapter.name), reload.adapters.get(adapter.name)
+        if want is None or got is None:
+            missing = "source" if want is None else "artifact"
+            problems.append(f"{adapter.name}: the {missing} was not asked with it")
+            continue
+        both = (_tokens(want, got), _logprobs(want, got, manifest.dtype))
+        problems += [f"{adapter.name}: {one.description}" for one in both if not one.passed]
+        answers += [
+            {"adapter": adapter.name, "prompt": output.prompt, "answer": output.text}
+            for output in got.outputs
+        ]
+    if problems:
+        return _outcome(name, False, "; ".join(problems), adapters=len(manifest.adapters))
+    return _outcome(
+        name,
+        True,
+        f"with each of {len(manifest.adapters)} adapters the answers are its source's",
+        adapters=len(manifest.adapters),
+        adapter_answers=answers,
+    )
+
+
+def _adapters_change(
+    manifest: Manifest, reference: ReferenceResult, reload: ReloadResult
+) -> CheckOutcome:
+    """Hold each adapter's answers against those without it, of the same engine.
+
+    Greedy tokens of a weak adapter may be the same. Its log-probabilities then still differ by
+    more than those of the artifact and its source, which are two runs of one computation.
+    """
+    name = "adapters_change_answers"
+    if not manifest.adapters:
+        return _outcome(name, True, "not applicable: the profile has no adapters")
+    base = reload.answers
+    if base is None:
+        return _outcome(name, False, "not compared: the artifact did not load")
+    if _prompts(reference.answers) != _prompts(base):
+        return _outcome(name, False, "not compared: the prompts are not the same")
+    noise = 2 * (_largest_difference(reference.answers, base) or 0.0)
+    idle: list[str] = []
+    differences: dict[str, float] = {}
+    for adapter in manifest.adapters:
+        got = reload.adapters.get(adapter.name)
+        if got is None or _prompts(got) != _prompts(base):
+            return _outcome(name, False, f"not compared: {adapter.name} was not asked the same")
+        differences[adapter.name] = _largest_difference(base, got) or 0.0
+        same_tokens = list(map(_token_ids, base.outputs)) == list(map(_token_ids, got.outputs))
+        if same_tokens and differences[adapter.name] <= noise:
+            idle.append(adapter.name)
+    found = {"noise": noise, "largest_differences": [differences]}
+    if idle:
+        return _outcome(
+            name,
+            False,
+            f"{', '.join(idle)}: the answers are the same with it and without; it is untrained, or "
+            "has no module of this model",
+            **found,
+        )
+    return _outcome(name, True, f"each of {len(manifest.adapters)} adapters changes them", **found)
+
+
+def _encryption(manifest: Manifest, reload: ReloadResult) -> CheckOutcome:
+    name = "encryption_holds"
+    if manifest.encryption is None:
+        return _outcome(name, True, "not applicable: the artifact is not encrypted")
+    if reload.answers is None:
+        return _outcome(name, False, "not tried: the artifact did not load")
+    tried = {refusal.attempt: refusal for refusal in reload.refusals}
+    shard = manifest.shards[0].file
+    problems = [f"{attempt} was not tried" for attempt in ATTEMPTS if attempt not in tried]
+    problems += [f"{one.attempt}: it loaded" for one in tried.values() if not one.refused]
+    problems += [
+        f"{one.attempt}: refused, but the error does not name {shard}: {one.message[:200]!r}"
+        for one in tried.values()
+        if one.refused and shard not in one.message
+    ]
+    if problems:
+        return _outcome(name, False, "; ".join(problems))
+    return _outcome(
+        name,
+        True,
+        f"{len(tried)} ways to load it wrongly were refused",
+        refusals=[{"attempt": one.attempt, "message": one.message} for one in tried.values()],
     )
 
 

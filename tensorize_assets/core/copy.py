@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from tensorize_assets.core import layout
+from tensorize_assets.core import layout, provenance
 from tensorize_assets.core.errors import (
     ConflictError,
     EvidenceError,
@@ -17,8 +17,9 @@ from tensorize_assets.core.evidence import decode
 from tensorize_assets.core.manifest import (
     FileEntry,
     Manifest,
+    SignedManifest,
     manifest_sha256,
-    read_manifest,
+    read_placed,
 )
 from tensorize_assets.core.store import CHUNK_BYTES, Store, digest
 
@@ -40,22 +41,25 @@ class CopyReport(NamedTuple):
 def copy_build(
     source: Store, directory: str, target: Store, trusted: Collection[str] | None, say: Say
 ) -> CopyReport:
-    """Copy the artifact in `directory` of `source`, with its evidence, to the same key of `target`.
+    """Copy the artifact in `directory` of `source` to the same key of `target`.
+
+    Its evidence and its provenance go along.
 
     Every byte is hashed between the stores, or, where the object store copies by itself, read once
     at its destination. The manifest comes last, so that a copy that was interrupted does not exist
     for any reader; run again, it keeps what has the right hash.
 
-    `trusted` are the public keys whose manifests are believed; None believes any.
+    `trusted` are the public keys whose signatures are believed; None believes any.
 
     Raises:
         ManifestError: there is no artifact at the source, or another one at the destination.
+        SignatureError: manifest, evidence or provenance is not signed by a key that is believed.
         EvidenceError: what lies there as evidence is none of this build.
         StoreError: a file is not what the manifest says, at either side; or both are one place.
     """
     if _is_same_place(source, target):
         raise StoreError(f"{source.uri(directory)} lies at the target already; copy elsewhere")
-    found = read_manifest(source, directory, trusted)
+    found = read_placed(source, directory, trusted)
     if found is None:
         raise ManifestError(
             f"{source.uri(directory)} has no {layout.MANIFEST}: it is no finished artifact"
@@ -93,7 +97,8 @@ def copy_build(
         copied_bytes += file.size
         say(f"{file.path}: {file.size:,} bytes")
     # Before the manifest, so that what is complete can be published.
-    evidence = _copy_evidence(source, target, found.sha256)
+    evidence = _copy_evidence(source, target, found.sha256, trusted)
+    _copy_provenance(source, directory, target, found, trusted)
     if there is None:
         try:
             target.put_bytes(manifest_key, data.data, if_absent=True)
@@ -144,7 +149,25 @@ def _chunks(source: Store, key: str) -> Iterator[bytes]:
             yield chunk
 
 
-def _copy_evidence(source: Store, target: Store, manifest_sha256: str) -> int:
+def _copy_provenance(
+    source: Store,
+    directory: str,
+    target: Store,
+    found: SignedManifest,
+    trusted: Collection[str] | None,
+) -> None:
+    key = layout.provenance_key(directory)
+    stored = source.get_bytes(key)
+    if stored is None:
+        return
+    believed = (found.public_key,) if trusted is None else trusted
+    provenance.verify(stored.data, found, believed, source.uri(key))
+    target.put_bytes(key, stored.data)
+
+
+def _copy_evidence(
+    source: Store, target: Store, manifest_sha256: str, trusted: Collection[str] | None
+) -> int:
     """Evidence is of a manifest, wherever it lies: with it the copy can be published."""
     keys = source.list(layout.evidence_folder(manifest_sha256))
     copied = 0
@@ -152,8 +175,7 @@ def _copy_evidence(source: Store, target: Store, manifest_sha256: str) -> int:
         stored = source.get_bytes(key)
         if stored is None:
             continue
-        # Whose signature it is, is the concern of those who read it there.
-        evidence = decode(stored.data, None, source.uri(key))
+        evidence = decode(stored.data, trusted, source.uri(key))
         if evidence.manifest_sha256 != manifest_sha256:
             raise EvidenceError(f"{source.uri(key)} is the evidence of another build; remove it")
         there = target.get_bytes(key)

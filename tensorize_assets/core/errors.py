@@ -52,6 +52,10 @@ class SignatureError(TensorizeAssetsError):
     """A signature is missing, wrong, or made by a key that is not trusted."""
 
 
+class HistoryError(TensorizeAssetsError):
+    """A signed history is older than, or another one than, what was seen of it here."""
+
+
 class EvidenceError(TensorizeAssetsError):
     """A build has no passing evidence for what is asked of it."""
 

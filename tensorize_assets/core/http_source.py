@@ -30,6 +30,10 @@ _MAX_REDIRECTS = 5
 _EXPIRED = frozenset({400, 401, 403})
 
 
+class AbsentError(StoreError):
+    """The server says that there is nothing at this URL."""
+
+
 class HttpSource:
     """An object at an http(s) URL of a server that knows ranges.
 
@@ -135,7 +139,7 @@ def _refusal(uri: str, raw: urllib3.BaseHTTPResponse) -> StoreError:
             "expired or made with a wrong key?"
         )
     if status in (404, 410):
-        return StoreError(f"{uri} does not exist ({status}); build it again, or correct the URL")
+        return AbsentError(f"{uri} does not exist ({status}); build it again, or correct the URL")
     if status in (408, 425, 429) or status >= 500:
         return StoreUnavailableError(f"{uri}: the server answered {status}; try again later")
     return StoreError(f"{uri}: the server answered {status} to a ranged GET")

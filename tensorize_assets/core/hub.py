@@ -376,16 +376,19 @@ def _choose_adapter(
 ) -> tuple[tuple[HubFile, ...], WeightsFormat]:
     by_path = {file.path: file for file in files}
     config = by_path.get(layout.ADAPTER_CONFIG)
+    # As vLLM prefers them.
     formats: tuple[WeightsFormat, ...] = ("safetensors", "bin")
     for weights_format in formats:
         weights = by_path.get(f"adapter_model.{weights_format}")
         if config is not None and weights is not None:
             chosen = (config, weights)
             return tuple(_checked(access, model, file) for file in chosen), weights_format
+    near = [path for path in by_path if path.rpartition("/")[2].startswith("adapter_")]
+    found = f"only {', '.join(sorted(near)[:5])}" if near else "neither"
     raise HubError(
         f"{model}@{revision} on {_endpoint(access)} is no LoRA adapter of PEFT: it needs "
-        "adapter_config.json and adapter_model.safetensors or .bin at its top level; choose "
-        "another repo or revision"
+        "adapter_config.json and adapter_model.safetensors or .bin at its top level, and has "
+        f"{found}; choose another repo or revision"
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
 from urllib.parse import quote
 
 from tensorize_assets.core.errors import StoreError
 
 MANIFEST = "manifest.json"
+PROVENANCE = "provenance.dsse.json"
+"""The signed statement of how an artifact came to be, beside its manifest and not in it."""
 
 ENCRYPTED_ENDING = "-encrypted"
 """How the directory of an encrypted variant ends."""
@@ -23,6 +27,8 @@ HIDDEN_PREFIX = ".tmp-"
 
 ONESHOT_PARTITION = "adhoc"
 """The suffix partition under which one-shot builds run, whatever their folder is called."""
+
+_BUILD_NAME = re.compile(rf".+-([0-9a-f]{{12}})(?:{ENCRYPTED_ENDING})?")
 
 # File systems and SeaweedFS refuse longer path segments; said here, the message names the part.
 _MAX_PART_BYTES = 255
@@ -116,6 +122,17 @@ def manifest_key(directory: str) -> str:
     return file_key(directory, MANIFEST)
 
 
+def provenance_key(directory: str) -> str:
+    """Return the key of the provenance of an artifact directory."""
+    return file_key(directory, PROVENANCE)
+
+
+def build_in_name(directory: str) -> str | None:
+    """Return the build id that an artifact directory's name ends in; None for other names."""
+    match = _BUILD_NAME.fullmatch(directory.rstrip("/").rpartition("/")[2])
+    return match[1] if match else None
+
+
 def evidence_key(manifest_sha256: str, device: str, vllm_version: str) -> str:
     """Return the key of the evidence of one reload: of which manifest, on what."""
     name = f"{check_part(device, 'device')}-{check_part(vllm_version, 'vLLM version')}.json"
@@ -190,6 +207,11 @@ def build_key_key(model: str, suffix: str, build_id: str) -> str:
     name = check_part(f"{check_suffix(suffix)}-{build_id}.json", "build")
     # No key id is called `builds`: they are hex.
     return f"{KEYS_FOLDER}builds/{check_model(model)}/{name}"
+
+
+def seen_key(where: str) -> str:
+    """Return the key, in a home's own folder, of what was seen last of the history at a URI."""
+    return f"{hashlib.sha256(where.encode(errors='surrogateescape')).hexdigest()}.json"
 
 
 def adapter_folder(name: str, count: int) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.build import BuildInputs, build_id
 from tensorize_assets.core.errors import ManifestError
-from tensorize_assets.core.store import Store
+from tensorize_assets.core.store import Reader, Store
 
 Size = Annotated[int, Field(ge=0)]
 
@@ -245,11 +245,12 @@ class StoredManifest(NamedTuple):
 
 
 class SignedManifest(NamedTuple):
-    """A manifest that was read, the SHA-256 of its bytes, and the id of the key that signed."""
+    """A manifest that was read, the SHA-256 of its bytes, and the key that signed."""
 
     manifest: Manifest
     sha256: str
     key_id: str
+    public_key: str
 
 
 def encode(manifest: Manifest, key: signing.SecretKey) -> bytes:
@@ -291,9 +292,9 @@ def read_manifest(
 
 
 def read_placed(
-    store: Store, directory: str, trusted: Collection[str] | None
+    store: Reader, directory: str, trusted: Collection[str] | None
 ) -> SignedManifest | None:
-    """As `read_manifest`, with the id of the key that signed."""
+    """As `read_manifest`, with the key that signed."""
     found = read_unplaced(store, directory, trusted)
     if found:
         uri = store.uri(layout.manifest_key(directory))
@@ -302,7 +303,7 @@ def read_placed(
 
 
 def read_unplaced(
-    store: Store, directory: str, trusted: Collection[str] | None
+    store: Reader, directory: str, trusted: Collection[str] | None
 ) -> SignedManifest | None:
     """As `read_placed`, for a directory that was copied elsewhere and may have any name."""
     key = layout.manifest_key(directory)
@@ -311,7 +312,8 @@ def read_unplaced(
         return None
     verified = signing.verify("manifest", found.data, trusted, store.uri(key))
     manifest = _from_payload(verified.payload, store.uri(key))
-    return SignedManifest(manifest, manifest_sha256(found.data), verified.key_id)
+    sha256 = manifest_sha256(found.data)
+    return SignedManifest(manifest, sha256, verified.key_id, verified.public_key)
 
 
 def _from_payload(payload: dict[str, JsonValue], where: str) -> Manifest:
@@ -327,11 +329,7 @@ def _require_place(manifest: Manifest, directory: str, where: str) -> None:
     else:
         own = layout.encrypted_dir(*where_to, manifest.build_id)
         oneshot = layout.oneshot_encrypted_dir(*where_to)
-    # One-shot folders are named by their user; their manifests all have the same suffix.
-    is_oneshot = manifest.suffix == layout.ONESHOT_PARTITION and (
-        directory.rpartition("/")[0] == layout.model_folder(manifest.model)
-    )
-    if directory not in (own, oneshot) and not is_oneshot:
+    if directory not in (own, oneshot):
         raise ManifestError(
             f"{where} belongs to {own}: it was moved or put back; restore this directory or build "
             "it again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from tensorize_assets.core import channel, layout
 from tensorize_assets.core.channel import Channel, ChannelEntry, EncryptedVariant
@@ -25,10 +26,12 @@ def publish(
     device: str,
     encrypted: EncryptedVariant | None = None,
     republish: bool = False,
+    seen: Path | None = None,
 ) -> ChannelEntry:
     """Make a build current for the vLLM it was built with, and return the channel's entry.
 
-    `encrypted` is the variant that is published with it: it needs evidence of its own.
+    `encrypted` is the variant that is published with it: it needs evidence of its own. `seen` as
+    in `channel.read_channel`.
 
     A build that a rollback has just taken out of service stays out unless `republish` is set: a
     schedule that runs the chain again must not undo what a person did. The entry returned is then
@@ -38,13 +41,14 @@ def publish(
         ManifestError: no valid manifest, or of another build, or a file has another size.
         EvidenceError: no evidence of a reload on `device`, or it did not pass.
         ConflictError: others kept moving the channel.
+        HistoryError: the channel is older than was seen here.
     """
     stored = require_manifest(store, directory, build_id, trusted)
     version = stored.manifest.inputs.vllm
     require_evidence(store, stored, device, version, trusted)
     if encrypted is not None:
         other = require_manifest(store, encrypted.directory, encrypted.build_id, trusted)
-        _require_same(store, other, encrypted.directory, encrypted.manifest_sha256)
+        require_same(store, other, encrypted.directory, encrypted.manifest_sha256)
         require_evidence(store, other, device, version, trusted)
     moved = channel.append(
         store,
@@ -59,6 +63,7 @@ def publish(
         device="cuda" if device == "cuda" else "cpu",
         trusted=trusted,
         encrypted=encrypted,
+        seen=seen,
         unless=lambda history: not republish and _rolled_back(history, build_id, version),
     )
     return moved.current_for(version) or moved.current
@@ -90,6 +95,7 @@ def roll_back(
     model: str,
     suffix: str,
     to_build_id: str | None = None,
+    seen: Path | None = None,
 ) -> ChannelEntry:
     """Make an earlier build current again, after the same checks as `publish`.
 
@@ -97,18 +103,20 @@ def roll_back(
         StoreError: there is no such build in the channel's history.
         ManifestError, EvidenceError: that build can no longer be served; nothing was moved.
     """
-    entries = channel.rollback_target(store, model, suffix, to_build_id, trusted=trusted)
+    entries = channel.rollback_target(store, model, suffix, to_build_id, trusted=trusted, seen=seen)
     for entry in entries:
         for build_id, directory, sha256 in entry.manifests():
             stored = require_manifest(store, directory, build_id, trusted)
-            _require_same(store, stored, directory, sha256)
+            require_same(store, stored, directory, sha256)
             require_evidence(store, stored, entry.device, entry.vllm_version, trusted)
     # By name: "the build before" is another one if somebody moves the channel meanwhile.
     target = entries[-1].build_id
-    return channel.rollback(store, key, model, suffix, target, trusted=trusted).current
+    moved = channel.rollback(store, key, model, suffix, target, trusted=trusted, seen=seen)
+    return moved.current
 
 
-def _require_same(store: Store, stored: StoredManifest, directory: str, sha256: str) -> None:
+def require_same(store: Store, stored: StoredManifest, directory: str, sha256: str) -> None:
+    """Raises ManifestError unless `stored` is the manifest whose SHA-256 was noted before."""
     if stored.sha256 != sha256:
         raise ManifestError(
             f"{store.uri(directory)} has another manifest than the one that was published or "

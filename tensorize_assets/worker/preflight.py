@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def check_model(config: VllmConfig, where: str) -> None:
 
 
 def check_tensors(model: torch.nn.Module, where: str) -> int:
-    """Hold a constructed rank's tensors against the limits of tensorizer's format.
+    """Hold a constructed rank's tensors, and the marker beside them, against tensorizer's format.
 
     Returns:
         The bytes that they take.
@@ -49,10 +50,20 @@ def check_tensors(model: torch.nn.Module, where: str) -> int:
     Raises:
         PreflightError: the format cannot hold them.
     """
-    total = 0
+    tensors = ((name, tensor) for name, _, tensor in module_tensors(model))
     index = _index_entry_size(f".{MARKER}", marker())
-    count = 0
-    for name, _, tensor in module_tensors(model):
+    return check_format(tensors, where, "this model cannot be stored in one file a rank", index)
+
+
+def check_format(
+    tensors: Iterable[tuple[str, torch.Tensor]], where: str, too_many: str, index: int = 0
+) -> int:
+    """As `check_tensors`, for any names and tensors; `index` bytes of the index are taken already.
+
+    `too_many` ends the message for more tensors than the index has room for.
+    """
+    total = count = 0
+    for name, tensor in tensors:
         if len(name.encode()) > _MAX_NAME:
             raise PreflightError(
                 f"{where}: a tensor's name has {len(name.encode())} bytes; tensorizer's format "
@@ -70,17 +81,17 @@ def check_tensors(model: torch.nn.Module, where: str) -> int:
     if index > METADATA_REGION:
         raise PreflightError(
             f"{where}: the index of its {count} tensors takes {index} bytes and tensorizer "
-            f"reserves {METADATA_REGION}; this model cannot be stored in one file a rank"
+            f"reserves {METADATA_REGION}; {too_many}"
         )
     return total
 
 
-def check_scratch(folder: Path, needed: int, where: str) -> None:
+def check_scratch(folder: Path, needed: int, where: str, what: str = "the shards take") -> None:
     """Raises PreflightError where `folder`'s disk has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise PreflightError(
-            f"{where}: the shards take {needed:,} bytes and the scratch folder {folder} has "
+            f"{where}: {what} {needed:,} bytes and the scratch folder {folder} has "
             f"{free:,} free; make room or set another scratch folder"
         )
 

@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
-import vllm
+import json
+from pathlib import Path
 
-from tensorize_assets.core.tasks import ReferenceRequest, ReferenceResult
-from tensorize_assets.worker.engine import ask, check_device, collect, engine, load_reports
+import vllm
+from vllm.lora.request import LoRARequest
+
+from tensorize_assets.core import layout
+from tensorize_assets.core.tasks import AdapterSnapshot, ReferenceRequest, ReferenceResult
+from tensorize_assets.worker.engine import (
+    ask,
+    ask_with,
+    check_device,
+    collect,
+    engine,
+    load_reports,
+    lora_arguments,
+)
 from tensorize_assets.worker.session import Progress
 
 
 def run(request: ReferenceRequest, progress: Progress) -> ReferenceResult:
-    """Load and ask.
+    """Load and ask, first without an adapter, then with each.
 
     Raises:
-        PreflightError: this host has not the device asked for, or its vLLM not our plugin.
+        PreflightError: this host has not the device asked for, or its vLLM not our plugin, or an
+            adapter is none that vLLM takes.
     """
-    check_device(request.device, request.tensor_parallel_size, f"{request.model} {request.suffix}")
+    where = f"{request.model} {request.suffix}"
+    check_device(request.device, request.tensor_parallel_size, where)
+    lora = lora_arguments([_rank(adapter) for adapter in request.adapters], where)
     progress.update("starting the engine on the source")
     ranks = request.tensor_parallel_size
     with load_reports() as reports:
-        with engine(request.folder, ranks, request.dtype, load_format="auto") as llm:
+        with engine(request.folder, ranks, request.dtype, load_format="auto", **lora) as llm:
             progress.update("asking the source")
             answers = ask(llm, request.prompts)
+            adapters = ask_with(
+                llm,
+                request.prompts,
+                (
+                    LoRARequest(adapter.name, number, adapter.folder)
+                    for number, adapter in enumerate(request.adapters, 1)
+                ),
+            )
         loads = collect(reports)
     return ReferenceResult(
         answers=answers,
+        adapters=adapters,
         loads=loads,
         device_name=loads[0].device_name,
         vllm_version=vllm.__version__.partition("+")[0],
     )
+
+
+def _rank(adapter: AdapterSnapshot) -> int:
+    config = json.loads(Path(adapter.folder, layout.ADAPTER_CONFIG).read_bytes())
+    # Some modules may have a larger one of their own.
+    return max([int(config["r"]), *(config.get("rank_pattern") or {}).values()])

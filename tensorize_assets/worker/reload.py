@@ -4,56 +4,70 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 import vllm
+from vllm.lora.request import LoRARequest
 
 from tensorize_assets.core import layout
-from tensorize_assets.core.errors import StoreError, StoreUnavailableError
+from tensorize_assets.core.errors import PreflightError, StoreError, StoreUnavailableError
 from tensorize_assets.core.s3 import ACCESS_VARIABLE
-from tensorize_assets.core.store import Store
-from tensorize_assets.core.tasks import Answers, ReloadRequest, ReloadResult
+from tensorize_assets.core.sealing import DataKey, write_keyfile
+from tensorize_assets.core.store import Store, digest
+from tensorize_assets.core.tasks import DATA_KEY, Answers, Refusal, ReloadRequest, ReloadResult
 from tensorize_assets.vllm_plugin import report, streams
+from tensorize_assets.worker import refusals, session
 from tensorize_assets.worker.access import access_of, private_folder, store_of
 from tensorize_assets.worker.engine import (
     ask,
+    ask_with,
     check_device,
     collect,
     engine,
     load_failures,
     load_reports,
+    lora_arguments,
 )
 from tensorize_assets.worker.session import Progress
 
 
 def run(request: ReloadRequest, progress: Progress) -> ReloadResult:
-    """Load with `verify_hash` and ask. A load that fails is a result too: the checks report it.
+    """Load with `verify_hash` and ask, first without an adapter, then with each.
 
-    So is a file that is gone from the store, was replaced there, or is not the manifest's. Refused
-    keys, an address that leads nowhere and a store that is down are none: they say nothing about
-    the artifact.
+    Of an encrypted artifact that loads, attempts follow that must not load. A load that fails is a
+    result too: the checks report it. So is a file that is gone from the store, was replaced there,
+    or is not the manifest's. Refused keys, an address that leads nowhere and a store that is down
+    are none: they say nothing about the artifact.
 
     Raises:
-        PreflightError: this host has not the device asked for, or its vLLM not our plugin.
+        PreflightError: this host has not the device asked for, or its vLLM not our plugin; or an
+            artifact is encrypted and no data key was handed over.
         StoreUnavailableError: the store, or the way to it, is in trouble.
         StoreError: the store refuses, or `reload_url` does not lead to it.
     """
-    check_device(request.device, request.tensor_parallel_size, f"{request.model} {request.suffix}")
+    check_device(request.device, request.tensor_parallel_size, _where(request))
     answers: Answers | None = None
+    adapters: dict[str, Answers] = {}
+    refused: tuple[Refusal, ...] = ()
     error: str | None = None
     with load_reports() as reports:
         try:
             with _served(request, progress) as served:
-                answers = _answers(request, served, reports, progress)
+                answers, adapters = _answers(request, served, reports, progress)
+                if served.keyfile is not None:
+                    progress.update("trying what must not load")
+                    refused = refusals.try_all(_first_shard(request, served), served.keyfile)
         except _FindingError as finding:
             error = str(finding)
             progress.log(f"the artifact does not load: {error}", "error")
         loads = collect(reports)
     return ReloadResult(
         answers=answers,
+        adapters=adapters,
+        refusals=refused,
         loads=loads,
         device_name=loads[0].device_name if loads else report.device_name(),
         vllm_version=vllm.__version__.partition("+")[0],
@@ -61,25 +75,39 @@ def run(request: ReloadRequest, progress: Progress) -> ReloadResult:
     )
 
 
+def _where(request: ReloadRequest) -> str:
+    return f"{request.model} {request.suffix}"
+
+
 class _FindingError(Exception):
     """The artifact cannot be served as it lies in the store."""
 
 
 class _Served(NamedTuple):
-    """What vLLM is given: a local folder as the model, and where its tensors are."""
+    """What vLLM is given: a local folder as the model, and where its tensors and their key are."""
 
     folder: str
     tensorizer_uri: str
+    keyfile: Path | None
+
+    @property
+    def key_setting(self) -> dict[str, str]:
+        """Where the key is, as settings of vLLM's tensorizer have it."""
+        return {} if self.keyfile is None else {"encryption_keyfile": str(self.keyfile)}
 
 
-def _answers(request: ReloadRequest, served: _Served, reports: Path, progress: Progress) -> Answers:
+def _answers(
+    request: ReloadRequest, served: _Served, reports: Path, progress: Progress
+) -> tuple[Answers, dict[str, Answers]]:
     # Flat: vLLM builds its own "tensorizer_config" of these, and drops one that it is given.
     settings = {
         "tensorizer_uri": served.tensorizer_uri,
         # In both: what is set here goes before `verify_hash` itself.
         "deserialization_kwargs": {**request.deserialization_kwargs, "verify_hash": True},
         "verify_hash": True,
+        **served.key_setting,
     }
+    lora = lora_arguments([adapter.rank for adapter in request.adapters], _where(request))
     before = _shards(request)
     progress.update("starting the engine on the artifact")
     try:
@@ -89,9 +117,11 @@ def _answers(request: ReloadRequest, served: _Served, reports: Path, progress: P
             request.dtype,
             load_format="tensorizer",
             model_loader_extra_config=settings,
+            **lora,
         ) as llm:
             progress.update("asking the artifact")
-            return ask(llm, request.prompts)
+            answers = ask(llm, request.prompts)
+            return answers, ask_with(llm, request.prompts, _adapters(request, served))
     except Exception as failure:  # Whatever stops the engine is the finding, but for the store.
         failures = load_failures(reports)
         said = "; ".join(map(str, failures)) or f"{type(failure).__name__}: {failure}"
@@ -103,6 +133,20 @@ def _answers(request: ReloadRequest, served: _Served, reports: Path, progress: P
                 raise StoreError(said) from failure
             said = f"{'; '.join(lost)}; {said}"
         raise _FindingError(said) from failure
+
+
+def _adapters(request: ReloadRequest, served: _Served) -> Iterator[LoRARequest]:
+    """The artifact's adapters, for vLLM's own path: it deserializes each to the CPU first."""
+    for number, adapter in enumerate(request.adapters, 1):
+        folder = layout.adapter_folder(adapter.name, len(request.adapters))
+        path = str(Path(served.folder, folder))
+        settings = {"tensorizer_dir": path, "verify_hash": True, **served.key_setting}
+        yield LoRARequest(adapter.name, number, path, tensorizer_config_dict=settings)
+
+
+def _first_shard(request: ReloadRequest, served: _Served) -> streams.TensorFile:
+    folder = served.tensorizer_uri.rpartition("/")[0]
+    return streams.find(f"{folder}/{layout.shard_name(0, request.tensor_parallel_size)}", {})
 
 
 def _shards(request: ReloadRequest) -> dict[str, str | None]:
@@ -149,16 +193,22 @@ def _served(request: ReloadRequest, progress: Progress) -> Iterator[_Served]:
     store = store_of(request.root, request.s3)
     name = layout.tensorizer_uri_name(request.tensor_parallel_size)
     local = store.local_path(request.directory)
-    if local is not None:
-        yield _Served(str(local), f"{local}/{name}")
-        return
-    access = access_of(request.s3)
-    with private_folder() as private:
+    with ExitStack() as stack:
+        keyfile = None
+        if request.encrypted:
+            keyfile = _keyfile(stack.enter_context(private_folder()), request)
+        if local is not None:
+            progress.update("hashing the artifact's small files")
+            _hold(store, request)
+            yield _Served(str(local), f"{local}/{name}", keyfile)
+            return
+        access = access_of(request.s3)
+        private = stack.enter_context(private_folder())
         # Of its own: what vLLM takes for the model holds no keys.
         folder = private / "model"
         folder.mkdir()
         progress.update("fetching the artifact's small files")
-        _fetch(store, request, folder)
+        _hold(store, request, folder)
         path = private / "s3-access.json"
         access.write(path)
         base = access.settings.reload_url
@@ -167,17 +217,38 @@ def _served(request: ReloadRequest, progress: Progress) -> Iterator[_Served]:
         else:
             uri = f"{base.rstrip('/')}/{quote(request.directory)}/{name}"
         # In the environment, since vLLM logs its arguments, and the process list shows them.
-        with _variable(ACCESS_VARIABLE, str(path)):
-            yield _Served(str(folder), uri)
+        stack.enter_context(_variable(ACCESS_VARIABLE, str(path)))
+        yield _Served(str(folder), uri, keyfile)
 
 
-def _fetch(store: Store, request: ReloadRequest, folder: Path) -> None:
+def _keyfile(folder: Path, request: ReloadRequest) -> Path:
+    """The data key as vLLM takes it: the raw key in a file that only this user can read."""
+    key = session.secrets().get(DATA_KEY)
+    if key is None:
+        raise PreflightError(
+            f"{_where(request)}: {request.directory} is encrypted, and the worker was given no "
+            "data key; start it through Dagster, whose asset unseals the key"
+        )
+    path = folder / "data-key"
+    with DataKey(key) as data_key:
+        write_keyfile(data_key, path)
+    return path
+
+
+def _hold(store: Store, request: ReloadRequest, folder: Path | None = None) -> None:
+    """Hold the artifact's small files, adapters among them, against the manifest.
+
+    They are fetched into `folder`, where they are not on this disk.
+    """
     for file in request.companions:
-        path = folder / file.path
-        path.parent.mkdir(parents=True, exist_ok=True)
         key = layout.file_key(request.directory, file.path)
         try:
-            found = store.get_file(key, path)
+            if folder is None:
+                found = digest(store, key)
+            else:
+                path = folder / file.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                found = store.get_file(key, path)
         except StoreError as error:
             if not _is_absent(store, key, error):
                 raise

@@ -33,15 +33,15 @@ from tensorize_assets.core.manifest import (
 )
 from tensorize_assets.core.protocol import format_bytes
 from tensorize_assets.core.store import Store
-from tensorize_assets.core.tasks import ShardRequest, ShardResult
-from tensorize_assets.worker import census, model_builder, preflight
+from tensorize_assets.core.tasks import DATA_KEY, ShardRequest, ShardResult
+from tensorize_assets.worker import census, model_builder, preflight, session
 from tensorize_assets.worker.access import store_of
 from tensorize_assets.worker.module_tensors import module_tensors, tied_names
 from tensorize_assets.worker.read_back import read_back
 from tensorize_assets.worker.scratch import scratch_folder
 from tensorize_assets.worker.session import Progress
 from tensorize_assets.worker.virtual_ranks import virtual_rank
-from tensorize_assets.worker.write_shard import write_shard
+from tensorize_assets.worker.write_shard import write_encrypted_shard, write_shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,15 +71,22 @@ def run(request: ShardRequest, progress: Progress) -> ShardResult:
     """Build and write every rank, one after another; peak memory is one shard.
 
     While a rank is built, the one before it is read back once: verified, and stored by the same
-    read. It appears in the store only if both agree.
+    read. It appears in the store only if both agree. An encrypted one is written by our own code,
+    which takes no `serialization_kwargs`; these change no byte.
 
     Raises:
         PreflightError: the model, the format or the scratch disk does not allow it; nothing
             was written.
-        WorkerError: what was written does not read back.
+        WorkerError: what was written does not read back; or there is no key to encrypt with.
         StoreError: the store refuses a file.
     """
     where = f"{request.model} {request.suffix}"
+    key = session.secrets().get(DATA_KEY) if request.encrypted else None
+    if request.encrypted and key is None:
+        raise WorkerError(
+            f"{where}: it is to be written encrypted, and there is no data key; the launcher hands "
+            "it over as a secret"
+        )
     clock = _Stopwatch()
     ranks = request.tensor_parallel_size
     progress.update("configuring vLLM")
@@ -95,19 +102,19 @@ def run(request: ShardRequest, progress: Progress) -> ShardResult:
     tied: set[tuple[str, ...]] = set()
     with (
         scratch_folder(Path(request.scratch_dir), request.directory) as scratch,
-        _Shelf(store, progress, clock) as shelf,
+        _Shelf(store, progress, clock, key) as shelf,
     ):
         for rank in range(ranks):
             path = scratch / layout.shard_name(rank, ranks)
             with virtual_rank(rank, ranks):
-                counted, groups, names = _write_rank(
-                    config, rank, path, request, store, shelf, progress, clock
+                counted, groups, wrote = _write_rank(
+                    config, rank, path, request, store, shelf, progress, clock, key
                 )
             counts.append(counted)
             tied.update(groups)
             # Scratch holds two shards at most: the one just written, and the one being stored.
             shards += shelf.wait()
-            shelf.store(rank, ranks, path, request.directory, names, where)
+            shelf.store(rank, ranks, path, request.directory, wrote, where)
         shards += shelf.wait()
     model_dtype = config.model_config.dtype
     merged = census.merge(counts, model_dtype)
@@ -138,8 +145,9 @@ def _write_rank(
     shelf: _Shelf,
     progress: Progress,
     clock: _Stopwatch,
-) -> tuple[RankCensus, tuple[tuple[str, ...], ...], set[str]]:
-    """The rank's census, its groups of tied names, and all its names."""
+    key: bytes | None,
+) -> tuple[RankCensus, tuple[tuple[str, ...], ...], _Wrote]:
+    """The rank's census, its groups of tied names, and what was written."""
     ranks = request.tensor_parallel_size
     where = f"{request.model} {request.suffix}, rank {rank} of {ranks}"
     progress.update("loading", rank, ranks)
@@ -163,16 +171,27 @@ def _write_rank(
         counted = census.rank_census(model, rank, config.model_config.dtype)
         groups = tied_names(model)
         names = {name for name, _, _ in module_tensors(model)}
+
+    def written(done: int) -> None:
+        progress.update("writing", rank, ranks, bytes_done=done, bytes_total=size)
+
+    tensors = None
     with clock("write"):
-        write_shard(
-            model,
-            path,
-            dict(request.serialization_kwargs),
-            lambda done: progress.update("writing", rank, ranks, bytes_done=done, bytes_total=size),
-        )
+        if key is None:
+            write_shard(model, path, dict(request.serialization_kwargs), written)
+        else:
+            tensors = write_encrypted_shard(model, path, key, written)
     del model
     gc.collect()
-    return counted, groups, names
+    return counted, groups, _Wrote(frozenset(names), tensors)
+
+
+@dataclass(frozen=True)
+class _Wrote:
+    """Names of all tensors of a rank; of an encrypted one, with the hashes they had in memory."""
+
+    names: frozenset[str]
+    tensors: tuple[TensorEntry, ...] | None
 
 
 @dataclass(frozen=True)
@@ -186,8 +205,11 @@ class _Stored:
 class _Shelf:
     """Verifies and stores one shard while the next is built: one read of the file for both."""
 
-    def __init__(self, store: Store, progress: Progress, clock: _Stopwatch) -> None:
+    def __init__(
+        self, store: Store, progress: Progress, clock: _Stopwatch, key: bytes | None
+    ) -> None:
         self._store = store
+        self._key = key
         self._progress = progress
         self._clock = clock
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -211,7 +233,7 @@ class _Shelf:
         ranks: int,
         path: Path,
         directory: str,
-        names: set[str],
+        wrote: _Wrote,
         where: str,
     ) -> None:
         """Start on a file that `wait` waits for."""
@@ -220,7 +242,7 @@ class _Shelf:
         self._passed = self._said = 0
         self._said_at = time.monotonic()
         self._progress.update("storing", rank, ranks, bytes_done=0, bytes_total=size)
-        self._running = self._pool.submit(self._run, rank, ranks, path, directory, names, where)
+        self._running = self._pool.submit(self._run, rank, ranks, path, directory, wrote, where)
 
     def check(self) -> None:
         """Raise what storing the last file failed with: nothing more need be built."""
@@ -238,14 +260,14 @@ class _Shelf:
         return (stored,)
 
     def _run(
-        self, rank: int, ranks: int, path: Path, directory: str, names: set[str], where: str
+        self, rank: int, ranks: int, path: Path, directory: str, wrote: _Wrote, where: str
     ) -> _Stored:
         start = time.perf_counter()
         tensors: list[TensorEntry] = []
         key = layout.file_key(directory, path.name)
         with self._clock("store"):
             found = self._store.put_file(
-                key, path, move=True, chunks=self._verified(path, tensors, names, where)
+                key, path, move=True, chunks=self._verified(path, tensors, wrote, where)
             )
         took = time.perf_counter() - start
         self._progress.log(
@@ -268,20 +290,25 @@ class _Shelf:
             )
 
     def _verified(
-        self, path: Path, tensors: list[TensorEntry], names: set[str], where: str
+        self, path: Path, tensors: list[TensorEntry], wrote: _Wrote, where: str
     ) -> Iterator[bytes]:
         """The file's bytes; raises after the last one unless they are what was to be written."""
-        for chunk in read_back(path, tensors):
+        for chunk in read_back(path, tensors, key=self._key):
             if self._stop.is_set():
                 raise WorkerError(f"{where}: stopped before {path.name} was stored")
             yield chunk
             self._passed += len(chunk)
             self._say()
         found = {tensor.name for tensor in tensors}
-        if found != names:
+        if found != wrote.names:
             raise WorkerError(
-                f"{where}: {path.name} holds {len(found)} tensors and the model has {len(names)}; "
-                f"they differ in {', '.join(sorted(found ^ names)[:5])}"
+                f"{where}: {path.name} holds {len(found)} tensors and the model has "
+                f"{len(wrote.names)}; they differ in {', '.join(sorted(found ^ wrote.names)[:5])}"
+            )
+        if wrote.tensors is not None and wrote.tensors != tuple(tensors):
+            raise WorkerError(
+                f"{where}: {path.name} holds other tensors than were encrypted into it. Check the "
+                f"scratch disk ({path.parent}) and run again"
             )
 
 

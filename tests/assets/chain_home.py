@@ -33,6 +33,13 @@ MODEL = "tiny/llama"
 PROFILE: Mapping[str, Any] = {"reload_device": "cpu", "max_perplexity": 100_000.0}
 # Any step that starts a worker with it fails: what passes has started none.
 NO_WORKER = SubprocessLauncher(module="no_worker_may_start_here")
+UP_TO_ARTIFACT = (
+    "hf_snapshot",
+    "tensorized_shards",
+    "lora_adapters",
+    "encrypted_shards",
+    "artifact",
+)
 
 
 _STAND_IN_PATH = os.pathsep.join(
@@ -79,10 +86,16 @@ class Home:
     def trusted(self) -> tuple[str, ...]:
         return (self.key.public_key,)
 
-    def write_catalog(self, models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        """Models, their suffixes, and of each the fields that differ from PROFILE."""
+    def write_catalog(
+        self, models: Mapping[str, Mapping[str, Mapping[str, Any]]], **fields: object
+    ) -> None:
+        """Models, their suffixes, and of each the fields that differ from PROFILE.
+
+        `fields` are the catalog's own, such as `recipients`.
+        """
         content = {
             "root": self.root,
+            **fields,
             **({"s3": self.settings.model_dump(exclude_none=True)} if self.settings else {}),
             "models": {
                 model: {"profiles": {name: {**PROFILE, **own} for name, own in profiles.items()}}

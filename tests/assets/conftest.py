@@ -17,7 +17,17 @@ from tensorize_assets.demo.s3_server import REGION, LocalS3
 # The helpers of these tests; pytest does not put their folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chain_home import MODEL, NO_WORKER, Home, Run, flipped, oneshot, stand_in, with_value
+from chain_home import (
+    MODEL,
+    NO_WORKER,
+    UP_TO_ARTIFACT,
+    Home,
+    Run,
+    flipped,
+    oneshot,
+    stand_in,
+    with_value,
+)
 
 Files = dict[str, bytes | Path]
 
@@ -126,7 +136,7 @@ def second_build(
         commit = hub.commit(MODEL, second_files)
         folder = tmp_path_factory.mktemp("second-build") / "home"
         home = first_build.home.copy_to(folder, hub.endpoint)
-        sealed = home.run(selection=["hf_snapshot", "tensorized_shards", "artifact"])
+        sealed = home.run(selection=UP_TO_ARTIFACT)
         shard = home.artifact(sealed) / "model.tensors"
         whole = shard.read_bytes()
         shard.write_bytes(flipped(whole))

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.engine
 CHAIN = {
     "hf_snapshot",
     "tensorized_shards",
+    "lora_adapters",
+    "encrypted_shards",
     "artifact",
     "reference_outputs",
     "reload_check",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import dagster as dg
 import psutil
 import pytest
-from chain_home import MODEL, NO_WORKER, Home, oneshot, stand_in
+from chain_home import MODEL, NO_WORKER, UP_TO_ARTIFACT, Home, oneshot, stand_in
 
 from tensorize_assets import partitions
 from tensorize_assets.assets import hf_snapshot, target
@@ -266,8 +266,6 @@ def test_a_worker_that_does_not_start_fails_each_check(home: Home):
 
 
 # Records
-
-UP_TO_ARTIFACT = ["hf_snapshot", "tensorized_shards", "artifact"]
 
 
 def test_a_record_of_another_build_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import jsonschema
 import pytest
 import yaml
 
+from tensorize_assets.core import sealing, signing
 from tensorize_assets.core.catalog_check import MAX_FILE_BYTES, Problem, check_catalog
 from tensorize_assets.core.catalog_schema import catalog_json_schema, catalog_schema_text
+from tensorize_assets.core.errors import SignatureError
 
 HOME = Path(__file__).parents[2] / "dagster_home"
 SHIPPED = HOME / "models.yaml"
@@ -67,6 +70,29 @@ def _argument(line: str) -> str:
     return _profile("deserialization_kwargs:", f"  {line}")
 
 
+def _adapter(*lines: str) -> str:
+    """One adapter of a valid name (line 8), with `lines` below it."""
+    return _profile("adapters:", "  - name: a", *(f"    {line}" for line in lines))
+
+
+def _encrypted(how: str, top: str = "") -> str:
+    return _profile(f"encryption: {how}") + top
+
+
+# X25519 keys of the secrets of 32 bytes 0x01 and 0x02; SIGNER is an Ed25519 key.
+ANNA = "pOCSkrZRwni5dyxWn1+puxPZBrRqtoyd+dwrRAn4ogk="
+BERT = "zo060cy2M+x7cMF4FKXHbs0CloUFDTRHRboFhw5YfVk="
+SECRET = base64.b64encode(bytes(range(32))).decode()
+PRIVATE = f"X25519-PRIVATE-KEY:{SECRET}"
+SIGNER = signing.SecretKey(bytes(range(32))).public_key
+
+
+def _keys(text: str) -> str:
+    """A catalog that begins with the lines of `text`."""
+    return text + GOOD
+
+
+ADAPTER = "models.facebook/opt-125m.profiles.v1.adapters"
 PROFILES = "models.facebook/opt-125m.profiles"
 KWARGS = f"{V1}.deserialization_kwargs"
 
@@ -222,6 +248,140 @@ ONE_MISTAKE: dict[str, tuple[str, int, str, list[str]]] = {
         7,
         f"{V1}.serialization_kwargs.encryption",
         ["keys never stand"],
+    ),
+    # adapters
+    "adapter without repo": (_adapter(), 8, f"{ADAPTER}.0.repo", ["missing", "Hub repo"]),
+    "adapter without name": (
+        _profile("adapters:", "  - repo: a/b"),
+        8,
+        f"{ADAPTER}.0.name",
+        ["missing", "when it is served"],
+    ),
+    "unknown key of an adapter": (
+        _adapter("repo: a/b", "revison: main"),
+        10,
+        f"{ADAPTER}.0.revison",
+        ["unknown key", "did you mean revision", "keys here: name, repo, revision"],
+    ),
+    "adapters are a mapping": (
+        _profile("adapters: {a: b/c}"),
+        7,
+        f"{ADAPTER}",
+        ["wants a list (lines of - name: and below it repo:)", "a mapping"],
+    ),
+    "adapter is text": (
+        _profile("adapters: [a/b]"),
+        7,
+        f"{ADAPTER}.0",
+        ["wants a mapping (lines of name: and repo:)", "'a/b'"],
+    ),
+    "adapter named twice": (
+        _adapter("repo: a/b") + "          - {name: A, repo: a/c}\n",
+        10,
+        f"{ADAPTER}.1.name",
+        ["another adapter of this profile is called a"],
+    ),
+    "adapter named like a path": (
+        _profile("adapters: [{name: ../a, repo: a/b}]"),
+        7,
+        f"{ADAPTER}.0.name",
+        ["is not a name"],
+    ),
+    "adapter of no repo": (_adapter("repo: a/b/c"), 9, f"{ADAPTER}.0.repo", ["not a Hub repo id"]),
+    "revision of an adapter": (
+        _adapter("repo: a/b", "revision: 1.0"),
+        10,
+        f"{ADAPTER}.0.revision",
+        ['quote it: "1.0"'],
+    ),
+    # encryption and keys
+    "encryption yes": (
+        _encrypted("yes"),
+        7,
+        f"{V1}.encryption",
+        ["one of none, both, only", "yes (YAML reads it as a boolean)"],
+    ),
+    "encryption misspelt": (_encrypted("onyl"), 7, f"{V1}.encryption", ["did you mean only"]),
+    "encryption for nobody": (
+        _encrypted("both"),
+        7,
+        f"{V1}.encryption",
+        ["nobody could open it", "recipients: at the top", "tensorize keys generate"],
+    ),
+    "encryption for an empty list": (
+        _encrypted("only", "recipients: {}\n"),
+        7,
+        f"{V1}.encryption",
+        ["nobody could open it"],
+    ),
+    "recipient with a private key": (
+        _keys(f"recipients:\n  anna: {ANNA}\n  bert: {PRIVATE}\n"),
+        3,
+        "recipients.bert",
+        ["a private key was given as a public one", "make a new pair"],
+    ),
+    "recipient with no key": (
+        _keys("recipients: {anna: hello}\n"),
+        1,
+        "recipients.anna",
+        ["not a public key", "tensorize keys generate"],
+    ),
+    "recipients with one key": (
+        _keys(f"recipients:\n  anna: {ANNA}\n  bert: {ANNA}\n"),
+        3,
+        "recipients.bert",
+        ["has the public key of anna"],
+    ),
+    "recipients that differ in case": (
+        _keys(f"recipients:\n  anna: {ANNA}\n  Anna: {BERT}\n"),
+        3,
+        "recipients.Anna",
+        ["too much like the recipient anna"],
+    ),
+    "recipients are a list": (
+        _keys(f"recipients: [{ANNA}]\n"),
+        1,
+        "recipients",
+        ["lines of name: public key", "a list"],
+    ),
+    "recipients are a private key": (
+        _keys(f"recipients: {PRIVATE}\n"),
+        1,
+        "recipients",
+        ["wants a mapping", "(not shown)"],
+    ),
+    "key and name exchanged": (
+        _keys(f"recipients: {{{SECRET}: {ANNA}}}\n"),
+        1,
+        "recipients.(not shown)",
+        ["is not a name"],
+    ),
+    "recipients misspelt": (
+        _keys(f"recipient: {{anna: {ANNA}}}\n"),
+        1,
+        "recipient",
+        ["did you mean recipients"],
+    ),
+    "trust is text": (_keys(f"trust: {SIGNER}\n"), 1, "trust", ["wants a list", "- public key"]),
+    "trust nobody": (_keys("trust: []\n"), 1, "trust", ["is empty", "remove the key"]),
+    "trust garbage": (_keys("trust:\n  - hello\n"), 2, "trust.0", ["tensorize keys public"]),
+    "trust a key to open builds": (
+        _keys(f"trust:\n  - {SIGNER}\n  - {BERT}\n"),
+        3,
+        "trust.1",
+        ["another kind of key"],
+    ),
+    "trust a secret key": (
+        _keys(f"trust: [{SECRET}]\n"),
+        1,
+        "trust.0",
+        ["another kind of key", "change this one if it is a secret"],
+    ),
+    "trust a private key": (
+        _keys(f"trust: [{PRIVATE}]\n"),
+        1,
+        "trust.0",
+        ["not a public signing key"],
     ),
     # suffixes and models
     "suffix with /": (_suffix("v1/a"), 5, f"{PROFILES}.v1/a", ["'/'"]),
@@ -499,6 +659,10 @@ extra: !!python/name:os.system
         _profile("max_perplexity: 20", "perplexity_tolerance: 0.5"),
         _profile("deserialization_kwargs: {num_readers: 4, verify_hash: true}"),
         _suffix('"1"'),
+        _adapter("repo: a/b"),
+        _adapter("repo: a/b", 'revision: "1.0"') + "          - {name: b-1.x, repo: a/b}\n",
+        _encrypted("none"),
+        _encrypted("both", f"recipients: {{anna: {ANNA}, bert: {BERT}}}\ntrust: [{SIGNER}]\n"),
         GOOD.replace("v1:", "v1: &a") + "      v2: {<<: *a, tensor_parallel_size: 2}\n",
         GOOD.replace("v1:", "v1: &a") + "      v2: *a\n",
         # A merged value that the profile overrides is not used, whatever it is.
@@ -540,6 +704,56 @@ def test_heads_are_checked_where_the_config_is_known(tmp_path: Path) -> None:
     model = "facebook/opt-125m"
     assert [(model, "main"), (model, "other"), (model, "main")] == asked
     assert len(check_catalog(file)) == 1
+
+
+@pytest.mark.parametrize("secret", [SECRET, PRIVATE, bytes(range(32)).hex()])
+@pytest.mark.parametrize(
+    "content",
+    [
+        _keys("recipients: {anna: x%s}\n"),
+        _keys("recipients: {%s: anna}\n"),
+        _keys("recipients: {anna: [%s]}\n"),
+        _keys("recipients: [%s]\n"),
+        _keys("recipients: %s\n"),
+        _keys("recipients: {<<: %s}\n"),
+        _keys("recipients: !!int %s\n"),
+        _keys("trust: [%s]\n"),
+        _keys("trust: %s\n"),
+        _keys("trust: {%s: x, y: %s}\n"),
+        _keys("%s: x\n"),
+        _keys("trust: *%s\n"),
+        _profile("encryption: %s"),
+        _profile("adapters: [%s]"),
+        _profile("dtype: " + "x" * 80 + " %s"),
+    ],
+)
+def test_a_key_is_never_quoted(check: Check, content: str, secret: str) -> None:
+    """Whoever pastes a secret into the catalog must not find it in the log of a build as well."""
+    problems = check(content.replace("%s", secret))
+    assert problems
+    shown = " ".join(f"{problem} {problem!r}" for problem in problems)
+    bare = secret.removeprefix("X25519-PRIVATE-KEY:")
+    assert [part for part in (bare, bare.lower(), bare[:12], bare[-12:]) if part in shown] == []
+
+
+def test_the_key_of_a_recipient_is_not_to_be_trusted(check: Check) -> None:
+    """Both kinds look alike; on the trust list it would be of no use, and nobody would notice."""
+    # Of 16 such keys one is a point that could be a signing key's too.
+    both = next(
+        key
+        for n in range(1, 200)
+        if (key := sealing.PrivateKey(bytes([n]) * 32).public_key) and _could_sign(key)
+    )
+    (problem,) = check(_keys(f"recipients: {{anna: {both}}}\ntrust: [{both}]\n"))
+    assert (2, "trust.0") == (problem.line, problem.field)
+    assert "is the key of recipient anna, which signs nothing" in problem.message
+
+
+def _could_sign(key: str) -> bool:
+    try:
+        return bool(signing.check_verify_key(key))
+    except SignatureError:
+        return False
 
 
 def test_values_that_may_be_secret_are_not_shown(check: Check) -> None:
@@ -594,6 +808,9 @@ BEYOND_A_SCHEMA = {
     *("suffix empty", "suffix 1", "suffix 1.10", "suffix no", "suffix a date", "suffix a list"),
     *("models that differ in case", "suffixes that differ in case"),
     *("model twice", "suffix twice", "field twice", "argument twice", "top key twice"),
+    *("adapter named twice", "encryption for nobody", "encryption for an empty list"),
+    *("recipients with one key", "recipients that differ in case"),
+    *("trust a key to open builds", "trust a secret key"),
     *("merge of text", "two merges", "Python tag", "own tag", "binary", "set", "forced int"),
     *("alias of itself", "perplexity_tolerance infinite", "TP of a thousand digits"),
     *(

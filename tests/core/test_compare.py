@@ -13,11 +13,13 @@ from tensorize_assets.core import compare, jsonio
 from tensorize_assets.core import manifest as manifests
 from tensorize_assets.core.catalog import Profile
 from tensorize_assets.core.evidence import CheckOutcome
+from tensorize_assets.core.manifest import AdapterEntry, EncryptionEntry
 from tensorize_assets.core.tasks import (
     Answers,
     Output,
     RankLoad,
     ReferenceResult,
+    Refusal,
     ReloadResult,
     TensorReport,
     TokenScore,
@@ -269,7 +271,7 @@ def test_an_artifact_that_does_not_load_fails_every_check() -> None:
     reload = ReloadResult(
         answers=None, loads=(), device_name="CPU", vllm_version="0.31.0", error="ValueError: hash"
     )
-    found = checked(reload)
+    found = checked(reload, adapters=(adapter("pirate"),), encryption=ENCRYPTED)
     assert set(compare.CHECKS) == failing(found)
     assert "vLLM did not load it: ValueError: hash" == found["artifact_loads"].description
     assert "not compared: the artifact did not load" == found["token_ids_equal"].description
@@ -389,3 +391,172 @@ def test_prompts_are_named_by_their_content() -> None:
     assert 5 == len(names)
     assert compare.prompts_digest(("ab", "c")) == compare.prompts_digest(("ab", "c"))
     assert all(len(name) == 12 for name in names)
+
+
+# Adapters
+
+ENCRYPTED = EncryptionEntry(key_id="0" * 16)
+
+
+def adapter(name: str) -> AdapterEntry:
+    return AdapterEntry(
+        name=name,
+        repo=f"tiny/{name}",
+        snapshot=MANIFEST.snapshot,
+        rank=8,
+        file="adapter_model.tensors",
+        config="adapter_config.json",
+        tensors=(),
+    )
+
+
+def adapted(
+    source: dict[str, Answers], reload: dict[str, Answers], base: Answers | None = None
+) -> dict[str, CheckOutcome]:
+    """The checks of an artifact with adapters `pirate` and `poet`."""
+    return checked(
+        RELOAD.model_copy(update={"adapters": reload, "answers": base or answers()}),
+        source=SOURCE.model_copy(update={"adapters": source}),
+        adapters=(adapter("pirate"), adapter("poet")),
+    )
+
+
+def leaning(change: float) -> Answers:
+    """The same tokens, one log-probability other by so much."""
+    return with_position(0, 0, TokenScore(token=7, top={7: -0.5 + change, 8: -1.5}))(answers())
+
+
+def saying(token: int) -> Answers:
+    """Another token at the first position."""
+    return with_position(0, 0, TokenScore(token=token, top={token: -0.25, 7: -0.75}))(answers())
+
+
+BOTH = {"pirate": saying(11), "poet": leaning(0.25)}
+
+
+def test_adapters_that_answer_as_their_sources_pass() -> None:
+    """One says another word, the other has only other log-probabilities: both change something."""
+    found = adapted(BOTH, BOTH)
+    assert set() == failing(found)
+    assert "with each of 2 adapters" in found["adapters_equal"].description
+    assert {"adapter": "pirate", "prompt": "Hi", "answer": " there"} in found[
+        "adapters_equal"
+    ].metadata["adapter_answers"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("got", "says"),
+    [
+        ({**BOTH, "pirate": saying(12)}, "pirate: 1 of 2 answers differ; to 'Hi' the source says"),
+        ({**BOTH, "poet": leaning(0.4)}, "poet: largest difference 0.15, tolerance 0.05"),
+        ({"pirate": saying(11)}, "poet: the artifact was not asked with it"),
+        ({"pirate": BOTH["poet"], "poet": BOTH["pirate"]}, "poet: 1 of 2 answers differ"),
+    ],
+    ids=["other tokens", "other log-probabilities", "not asked", "exchanged"],
+)
+def test_an_adapter_that_answers_otherwise_is_named(got: dict[str, Answers], says: str) -> None:
+    """An adapter loaded wrongly answers as somebody: only its own source shows it."""
+    found = adapted(BOTH, got)
+    assert not found["adapters_equal"].passed
+    assert says in found["adapters_equal"].description
+
+
+def test_an_adapter_whose_source_was_not_asked_is_not_passed() -> None:
+    """A reference made before the profile had it says nothing about it."""
+    found = adapted({"pirate": BOTH["pirate"]}, BOTH)
+    assert "poet: the source was not asked with it" == found["adapters_equal"].description
+
+
+def test_an_adapter_that_changes_nothing_is_reported() -> None:
+    """An untrained one, or one whose modules nobody applied, equals its source all the same."""
+    idle = {**BOTH, "poet": answers()}
+    found = adapted(idle, idle)
+    assert {"adapters_change_answers"} == failing(found)
+    assert found["adapters_change_answers"].description.startswith("poet: the answers are the same")
+
+
+def test_what_two_runs_of_the_base_differ_by_is_no_change() -> None:
+    """On a device whose sums vary, an idle adapter differs from the base by as much."""
+    idle = {**BOTH, "poet": leaning(0.015)}
+    assert set() == failing(adapted(idle, idle))
+    noisy = adapted(idle, idle, base=leaning(-0.01))
+    # 0.025 from the base as it was reloaded, which is 0.01 from its source.
+    assert set() == failing(noisy)
+    noisy = adapted(idle, idle, base=leaning(0.01))
+    assert {"adapters_change_answers"} == failing(noisy)
+
+
+def test_log_probabilities_of_an_adapter_that_are_no_numbers_are_found() -> None:
+    """The base's own are."""
+    broken = {**BOTH, "poet": leaning(0.25).model_copy(update={"logprobs_finite": False})}
+    found = adapted(broken, broken)
+    assert {"values_finite"} == failing(found)
+    assert "log-probabilities with poet are not" in found["values_finite"].description
+
+
+def test_without_adapters_and_encryption_their_checks_say_so() -> None:
+    """A check that never says anything would let a failure downstream."""
+    found = checked()
+    for name in ("adapters_equal", "adapters_change_answers", "encryption_holds"):
+        assert found[name].passed
+        assert found[name].description.startswith("not applicable: ")
+
+
+# Encryption
+
+
+def refusals(**changed: Refusal | None) -> ReloadResult:
+    """Every attempt as it should end, but for some."""
+    file = MANIFEST.shards[0].file
+    tried = {
+        name: Refusal(attempt=name, refused=True, message=f"/x/{file} is damaged")
+        for name in compare.ATTEMPTS
+    }
+    kept = [one for one in {**tried, **changed}.values() if one is not None]
+    return RELOAD.model_copy(update={"refusals": tuple(kept)})
+
+
+def test_an_encrypted_artifact_that_refuses_every_attempt_passes() -> None:
+    """And the evidence has each attempt with what was said."""
+    found = checked(refusals(), encryption=ENCRYPTED)
+    assert set() == failing(found)
+    assert len(compare.ATTEMPTS) == len(found["encryption_holds"].metadata["refusals"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"tag": Refusal(attempt="tag", refused=False, message="")}, "tag: it loaded"),
+        ({"tensor": None}, "tensor was not tried"),
+        (
+            {"header": Refusal(attempt="header", refused=True, message="struct.error")},
+            "header: refused, but the error does not name model-rank-000.tensors",
+        ),
+    ],
+    ids=["loaded", "not tried", "unclear"],
+)
+def test_one_attempt_is_enough_to_fail(changed: dict[str, Any], says: str) -> None:
+    """Loaded, left out, or refused by an error from which nobody learns which file it is."""
+    found = checked(refusals(**changed), encryption=ENCRYPTED)
+    assert {"encryption_holds"} == failing(found)
+    assert says in found["encryption_holds"].description
+
+
+def test_adapters_are_part_of_what_is_asked() -> None:
+    """Evidence and references with other adapters, or another commit of one, are not these."""
+    prompts = ("Hi", "Lo")
+    plain = compare.prompts_digest(prompts)
+    assert plain == compare.prompts_digest(prompts, ())
+    one = compare.prompts_digest(prompts, [("pirate", "a" * 40)])
+    named = {
+        plain,
+        one,
+        compare.prompts_digest((*prompts, "pirate", "a" * 40)),
+        compare.prompts_digest(prompts, [("pirate", "b" * 40)]),
+        compare.prompts_digest(prompts, [("poet", "a" * 40)]),
+        compare.prompts_digest(prompts, [("pirate", "a" * 40), ("poet", "b" * 40)]),
+    }
+    assert 6 == len(named)
+    assert compare.prompts_digest(prompts, [("poet", "b"), ("pirate", "a")]) == (
+        compare.prompts_digest(prompts, [("pirate", "a"), ("poet", "b")])
+    )

@@ -29,9 +29,11 @@ from tensorize_assets.core.hub import (
     Snapshot,
     SnapshotFile,
     download,
+    ensure_local,
     local_path,
     read_config,
     resolve,
+    resolve_adapter,
 )
 from tensorize_assets.demo.hub_server import LocalHub
 
@@ -209,6 +211,89 @@ def test_odd_names_of_files_nobody_needs_do_not_matter(hub: LocalHub, access: Hu
     """A picture with a bad name is no reason to refuse a model."""
     hub.commit(MODEL, FILES | {"a\\b.png": b""})
     assert sorted(FILES) == paths(resolve(access, MODEL, "main"))
+
+
+# Adapters
+
+ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"A and B"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "chosen"),
+    [
+        (["adapter_model.safetensors", "adapter_model.bin"], "safetensors"),
+        (["adapter_model.safetensors"], "safetensors"),
+        (["adapter_model.bin"], "bin"),
+    ],
+)
+def test_an_adapter_is_its_weights_and_its_config(
+    hub: LocalHub, access: HubAccess, weights: list[str], chosen: str
+) -> None:
+    """Beside them a repo may hold a base model, checkpoints, and its own copy of a tokenizer."""
+    others = [*FILES, "README.md", "training_args.bin", "checkpoint-9/adapter_model.safetensors"]
+    commit = hub.commit(MODEL, dict.fromkeys([*others, *weights, "adapter_config.json"], b"{}"))
+    listing = resolve_adapter(access, MODEL, "main")
+    assert (commit, chosen) == (listing.commit, listing.weights_format)
+    assert ["adapter_config.json", f"adapter_model.{chosen}"] == paths(listing)
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["config.json", "model.safetensors"], "neither"),
+        (["adapter_config.json"], "only adapter_config.json"),
+        (["adapter_model.safetensors"], "only adapter_model.safetensors"),
+        (["adapter_config.json", "adapter_model.pt"], "only adapter_config.json, adapter_model.pt"),
+        (["lora/adapter_model.bin", "lora/adapter_config.json"], "only lora/adapter_config.json, "),
+    ],
+)
+def test_a_repo_that_is_no_adapter_is_refused(
+    hub: LocalHub, access: HubAccess, files: list[str], found: str
+) -> None:
+    """The likeliest mistake is the base model's own repo."""
+    hub.commit(MODEL, dict.fromkeys(files, b"{}"))
+    with pytest.raises(HubError, match=f"is no LoRA adapter of PEFT: .* and has {found}") as caught:
+        resolve_adapter(access, MODEL, "main")
+    assert not is_retryable(caught.value)
+
+
+def test_an_adapters_repo_is_missed_as_a_models_is(hub: LocalHub, access: HubAccess) -> None:
+    """Missing, of another name, or without the revision."""
+    hub.commit(MODEL, ADAPTER)
+    with pytest.raises(HubError, match="org/nothing does not exist"):
+        resolve_adapter(access, "org/nothing", "main")
+    with pytest.raises(HubError, match="has no revision 'v9'"):
+        resolve_adapter(access, MODEL, "v9")
+    hub.rename(MODEL, "org/new")
+    with pytest.raises(HubError, match="was renamed to org/new"):
+        resolve_adapter(access, MODEL, "main")
+
+
+def test_an_adapter_that_is_gone_from_the_cache_comes_again(
+    hub: LocalHub, access: HubAccess
+) -> None:
+    """Caches are cleaned; a build goes on with the commit that it is of."""
+    hub.commit(MODEL, ADAPTER)
+    snapshot, folder = download(access, MODEL, resolve_adapter(access, MODEL, "main"))
+    assert ["adapter_config.json", "adapter_model.safetensors"] == [f.path for f in snapshot.files]
+    hub.commit(MODEL, {"adapter_config.json": b"[]", "adapter_model.safetensors": b"other"})
+    asked = len(hub.requests)
+    assert folder == ensure_local(access, snapshot, adapter=True)
+    assert asked == len(hub.requests)
+    shutil.rmtree(access.cache_dir)
+    assert folder == ensure_local(access, snapshot, adapter=True)
+    assert ADAPTER == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_model_that_is_gone_from_the_cache_comes_again(hub: LocalHub, access: HubAccess) -> None:
+    """As its adapters do; and an adapter is not to be had in its place."""
+    hub.commit(MODEL, FILES | ADAPTER)
+    snapshot, folder = download(access, MODEL, resolve(access, MODEL, "main"))
+    shutil.rmtree(access.cache_dir)
+    with pytest.raises(HubError, match=r"has other files on .* than when it was resolved"):
+        ensure_local(access, snapshot, adapter=True)
+    assert folder == ensure_local(access, snapshot)
+    assert set(FILES) <= {path.name for path in folder.iterdir()}
 
 
 # Refusals, each final

@@ -168,14 +168,17 @@ def test_a_manifest_of_another_build_is_refused(tmp_path: Path, directory: str) 
         manifests.read_manifest(store, directory, None)
 
 
-@pytest.mark.parametrize("suffix", ["adhoc", "my-run"])
-def test_a_one_shot_directory_has_the_name_its_user_gave(tmp_path: Path, suffix: str) -> None:
-    """One-shot builds run as `adhoc`, or under the suffix that names their folder."""
+def test_a_one_shot_directory_has_the_name_its_user_gave(tmp_path: Path) -> None:
+    """Its suffix names the folder, and no other folder."""
     store = LocalStore(tmp_path)
-    store.put_bytes("vllm/org/tiny-é/my-run/manifest.json", hand_signed(suffix=suffix))
-    found = manifests.read_manifest(store, "vllm/org/tiny-é/my-run", None)
-    assert found
-    assert suffix == found.manifest.suffix
+    for suffix in ("my-run", "adhoc"):
+        store.put_bytes(f"vllm/org/tiny-é/{suffix}/manifest.json", hand_signed(suffix=suffix))
+        found = manifests.read_manifest(store, f"vllm/org/tiny-é/{suffix}", None)
+        assert found
+        assert suffix == found.manifest.suffix
+    store.put_bytes("vllm/org/tiny-é/my-run/manifest.json", hand_signed(suffix="adhoc"))
+    with pytest.raises(ManifestError, match="was moved or put back"):
+        manifests.read_manifest(store, "vllm/org/tiny-é/my-run", None)
 
 
 SHARDS = [jsonio.dump_record(entry) for entry in MANIFEST.shards]

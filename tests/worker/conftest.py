@@ -80,3 +80,16 @@ def artifacts(virtual: Path, tiny_models: Path, tmp_path_factory: pytest.TempPat
         shutil.copytree(snapshot, folder, ignore=shutil.ignore_patterns("*.safetensors"))
         shutil.copy(virtual / "vllm" / "tiny" / snapshot.name / "tp1" / "model.tensors", folder)
     return out
+
+
+@pytest.fixture(scope="session")
+def encrypted(
+    tiny_models: Path, tmp_path_factory: pytest.TempPathFactory, run_script: RunScript
+) -> Path:
+    """What encrypted_shard_cases.py leaves: `artifacts/both` and `artifacts/only`.
+
+    What it found is in `cases.json` beside this folder.
+    """
+    out = tmp_path_factory.mktemp("encrypted-shards") / "out"
+    run_script("encrypted_shard_cases.py", tiny_models, out, out.parent / "cases.json")
+    return out

@@ -15,10 +15,10 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensorizer import (
@@ -33,10 +33,10 @@ from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import TensorEntry
 from tensorize_assets.worker import encrypt_shard as ours
-from tensorize_assets.worker.encrypt_shard import CHUNK_BYTES, encrypt_shard, encrypted_size
 from tensorize_assets.worker.module_tensors import MARKER
 from tensorize_assets.worker.read_back import read_back
-from tensorize_assets.worker.write_shard import write_shard
+from tensorize_assets.worker.tensor_file import CHUNK_BYTES, MARKER_NAME, read_index
+from tensorize_assets.worker.write_shard import write_encrypted_shard, write_shard
 
 KEY = bytes(range(100, 132))
 OTHER_KEY = bytes(32)
@@ -69,7 +69,7 @@ def everything() -> torch.nn.Module:
         ("chunk_and_1", CHUNK_BYTES + 1),
         ("chunks", 3 * CHUNK_BYTES),
         ("chunks_and_some", 4 * CHUNK_BYTES + 77),
-        ("scratch", ours._HELD_BYTES + 5),
+        ("scratch", ours.HELD_BYTES + 5),
     ):
         data = torch.randint(0, 256, (size,), dtype=torch.uint8)
         model.sizes.register_parameter(name, parameter(data))
@@ -93,6 +93,22 @@ def two_chunks() -> torch.nn.Module:
     data = torch.randint(0, 256, (2 * CHUNK_BYTES,), dtype=torch.uint8)
     model.register_parameter("w", parameter(data))
     return model
+
+
+def encrypt_shard(
+    path: Path, key: Any, tensors: list[TensorEntry], **options: Any
+) -> Generator[bytes]:
+    """The file at `path`, encrypted."""
+    with path.open("rb") as file:
+        index = read_index(file, str(path))
+        yield from ours.encrypt_shard(
+            file, index, str(path), key, tensors, scratch=path.parent, **options
+        )
+
+
+def encrypted_size(path: Path) -> int:
+    with path.open("rb") as file:
+        return read_index(file, str(path)).as_encrypted().size
 
 
 def encrypted(path: Path, key: Any = KEY, **options: Any) -> tuple[bytes, list[TensorEntry]]:
@@ -206,7 +222,19 @@ def equality(out: Path) -> dict[str, Any]:
     for _ in read_back(plain, originals):
         pass
     again = out / "again.tensors"
-    again.write_bytes(encrypted(plain, expected=originals, threads=1)[0])
+    again.write_bytes(encrypted(plain, expected=originals, threads=1, share=8)[0])
+    other = out / "other-key.tensors"
+    other.write_bytes(encrypted(plain, OTHER_KEY)[0])
+    changed = out / "changed-key.tensors"
+    was: list[TensorEntry] = []
+    for _ in read_back(other, was, key=OTHER_KEY):
+        pass
+    data, anew = encrypted(other, old_key=OTHER_KEY, expected=was)
+    changed.write_bytes(data)
+    direct = out / "direct.tensors"
+    wrote = write_encrypted_shard(everything(), direct, KEY, lambda _: None)
+    read: list[TensorEntry] = []
+    handed_on = b"".join(read_back(direct, read, key=KEY))
     target = everything()
     target.register_parameter(MARKER, parameter(torch.zeros(1, dtype=torch.int64)))
     with torch.no_grad():
@@ -218,7 +246,7 @@ def equality(out: Path) -> dict[str, Any]:
         reader.load_into_module(target)
     source = dict(model.named_parameters()) | dict(model.named_buffers())
     into = dict(target.named_parameters()) | dict(target.named_buffers())
-    found = nonces(path) + nonces(again) + nonces(reference)
+    found = nonces(path) + nonces(other) + nonces(changed) + nonces(reference)
     stored = {
         name: next(h.hash.hex() for h in header.hashes if h.type == 1)
         for name, (_, header) in headers(path).items()
@@ -229,8 +257,18 @@ def equality(out: Path) -> dict[str, Any]:
             torch.equal(bits(source[name]), bits(into[name])) for name in source if name != MARKER
         ),
         "size": [size, path.stat().st_size, digest.size],
-        "layout": [masked(reference), masked(path), masked(again)],
-        "ciphertexts differ": path.read_bytes()[HEADER:] != again.read_bytes()[HEADER:],
+        "layout": [masked(file) for file in (reference, path, other, changed, direct)],
+        "again": path.read_bytes() == again.read_bytes(),
+        "changed key": {
+            "loads": same(loaded(plain, None), loaded(changed)),
+            "tensors": tensors == anew == was,
+            "as written": changed.read_bytes() == direct.read_bytes(),
+        },
+        "direct": {
+            "loads": same(loaded(plain, None), loaded(direct)),
+            "tensors": list(wrote) == read == tensors,
+            "handed on": handed_on == direct.read_bytes(),
+        },
         "nonces": [len(found), len(set(found))],
         "key in file": KEY in path.read_bytes(),
         "described": [tensor.model_dump(mode="json", exclude={"sha256"}) for tensor in tensors],
@@ -239,7 +277,7 @@ def equality(out: Path) -> dict[str, Any]:
         "stored hashes": {n: h for n, h in stored.items() if n != f".{MARKER}"},
         "hashes of originals": {tensor.name: tensor.sha256 for tensor in originals},
         "marker": MARKER in {name.removeprefix(".") for name in headers(path)},
-        "marker is known": ours._MARKER == f".{MARKER}",
+        "marker is known": f".{MARKER}" == MARKER_NAME,
     }
 
 
@@ -259,7 +297,13 @@ def empties(out: Path) -> dict[str, Any]:
         theirs = "written"
     except Exception as error:  # noqa: BLE001 - which one is the finding
         theirs = type(error).__name__
-    return {"loads": same(loaded(plain, None), loaded(path)), "tensorizer": theirs}
+    direct = out / "empty-direct.tensors"
+    write_encrypted_shard(model(), direct, KEY, lambda _: None)
+    return {
+        "loads": same(loaded(plain, None), loaded(path)),
+        "direct": same(loaded(plain, None), loaded(direct)),
+        "tensorizer": theirs,
+    }
 
 
 def versions(out: Path) -> dict[str, list[int]]:
@@ -303,7 +347,7 @@ def keys(out: Path) -> dict[str, Any]:
     told = []
     for key in (KEY[:31], KEY + b"x", b"", KEY[:16]):
         try:
-            encrypt_shard(plain, key, [])
+            next(encrypt_shard(plain, key, []))
         except WorkerError as error:
             told.append(str(error))
     stream = encrypt_shard(plain, KEY, [])
@@ -323,6 +367,7 @@ def keys(out: Path) -> dict[str, Any]:
         "wrong": outcome(lambda: loaded(path, OTHER_KEY), whole),
         "short": outcome(lambda: loaded(path, KEY[:31]), whole),
         "plain with key": outcome(lambda: loaded(plain), whole),
+        "plain": str(plain),
         "ours": told,
         "refused": text.splitlines()[-1],
         "shows the key": [
@@ -364,7 +409,8 @@ def attacks(out: Path) -> dict[str, dict[str, str]]:
     w = spans(*headers(chunked)[".w"])
     first, middle, end = w["ciphertext"][0], w["ciphertext"][0] + CHUNK_BYTES, w["ciphertext"][1]
     mac = w["MAC"][0]
-    other = encrypted(out / "attacked.tensors")[0]
+    # tensorizer's nonces are random.
+    other = written(out, "other", small(), encryption=EncryptionParams(key=KEY)).read_bytes()
 
     def two(data: bytes, tensors: Tensors) -> dict[str, str]:
         target.write_bytes(data)
@@ -520,6 +566,7 @@ def plain_damage(out: Path) -> dict[str, Any]:
         "empty": told(b""),
         "not tensorizer's": told(b"PK\3\4" * 100),
         "encrypted already": told(encrypted(plain)[0]),
+        "not encrypted": told(raw, old_key=OTHER_KEY),
         "flipped": len(positions),
         "flips": flips,
         "cuts": sorted({told(raw[:end]).partition(":")[0] for end in range(0, len(raw), 997)}),
@@ -529,18 +576,59 @@ def plain_damage(out: Path) -> dict[str, Any]:
             raw, expected=[*originals, originals[0].model_copy(update={"name": "more"})]
         ),
         "expected less": told(raw, expected=originals[1:]),
-        "gone": gone(out / "gone.tensors"),
     }
 
 
-def gone(path: Path) -> list[str]:
-    found = []
-    for read in (lambda: encrypted(path), lambda: encrypted_size(path)):
+def hidden_damage(out: Path) -> dict[str, Any]:
+    """What is said of an encrypted file that is not whole, when it gets a new key or is read."""
+    plain = written(out, "plain", small())
+    raw, whole = encrypted(plain, OTHER_KEY)
+    path = out / "damaged.tensors"
+
+    def anew(data: bytes, old_key: bytes = OTHER_KEY, **options: Any) -> str:
+        path.write_bytes(data)
         try:
-            read()
+            tensors = encrypted(path, old_key=old_key, **options)[1]
         except WorkerError as error:
-            found.append(str(error))
-    return found
+            return f"WorkerError: {error}"
+        except Exception as error:  # noqa: BLE001 - a test says that there is none
+            return f"{type(error).__name__}: {error}"
+        return "same" if tensors == whole else "other"
+
+    def read(data: bytes, key: bytes = OTHER_KEY) -> str:
+        path.write_bytes(data)
+        tensors: list[TensorEntry] = []
+        try:
+            for _ in read_back(path, tensors, key=key):
+                pass
+        except WorkerError as error:
+            return f"WorkerError: {error}"
+        except Exception as error:  # noqa: BLE001 - a test says that there is none
+            return f"{type(error).__name__}: {error}"
+        return "same" if tensors == whole else "other"
+
+    used = 73 + len(raw[73:HEADER].rstrip(b"\0"))
+    path.write_bytes(raw)
+    found = headers(path)
+    a, b = spans(*found[".a"]), spans(*found[".b"])
+    exchange = exchanged(raw, *((a[what], b[what]) for what in ("nonce", "MAC", "ciphertext")))
+    flips: dict[str, dict[str, int]] = {"anew": {}, "read": {}}
+    for position in [*range(used), *range(HEADER, len(raw))]:
+        data = flipped(raw, position)
+        for name, answer in (("anew", anew(data)), ("read", read(data))):
+            kind = answer.partition(":")[0]
+            flips[name][kind] = flips[name].get(kind, 0) + 1
+    return {
+        "whole": [anew(raw), read(raw)],
+        "flips": flips,
+        "cuts": sorted({anew(raw[:end]).partition(":")[0] for end in range(0, len(raw), 997)}),
+        "wrong key": [anew(raw, KEY), read(raw, KEY)],
+        "no key": anew(raw, cast("bytes", None)),
+        "short key": anew(raw, KEY[:31]),
+        "exchanged": [anew(exchange), read(exchange)],
+        "put in its place": anew(encrypted(written(out, "two", two_chunks()), OTHER_KEY)[0]),
+        "another": anew(encrypted(written(out, "two", two_chunks()), OTHER_KEY)[0], expected=whole),
+    }
 
 
 def bytes_read() -> int:
@@ -561,7 +649,7 @@ def resources(out: Path) -> dict[str, Any]:
     folder = out / "scratch"
     folder.mkdir()
     big = torch.nn.Module()
-    size = ours._HELD_BYTES + 1
+    size = ours.HELD_BYTES + 1
     big.register_parameter("big", parameter(torch.zeros(size, dtype=torch.uint8)))
     big.register_parameter("next", parameter(torch.zeros(size, dtype=torch.uint8)))
     path = written(folder, "big", big)
@@ -596,7 +684,12 @@ _ALONE = """
 import sys
 from pathlib import Path
 from tensorize_assets.worker.encrypt_shard import encrypt_shard
-size = sum(len(chunk) for chunk in encrypt_shard(Path(sys.argv[1]), bytes(32), []))
+from tensorize_assets.worker.tensor_file import read_index
+path = Path(sys.argv[1])
+with path.open("rb") as file:
+    index = read_index(file, str(path))
+    made = encrypt_shard(file, index, str(path), bytes(32), [], scratch=path.parent)
+    size = sum(len(chunk) for chunk in made)
 peak = next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1]
 print(size, int(peak) * 1024, "torch" in sys.modules)
 """
@@ -607,7 +700,7 @@ def memory(out: Path) -> dict[str, Any]:
     model = torch.nn.Module()
     model.register_parameter("big", parameter(torch.zeros(200 << 20, dtype=torch.uint8)))
     for number in range(4):
-        data = torch.zeros(ours._HELD_BYTES, dtype=torch.uint8)
+        data = torch.zeros(ours.HELD_BYTES, dtype=torch.uint8)
         model.register_parameter(f"held{number}", parameter(data))
     plain = written(out, "memory", model)
     command = [sys.executable, "-c", _ALONE, str(plain)]
@@ -628,6 +721,7 @@ def main(out: Path, cases: Path) -> None:
         attacks,
         every_flip,
         plain_damage,
+        hidden_damage,
         resources,
         memory,
     )

@@ -1,11 +1,14 @@
 """Load artifacts in stock vLLM, with nothing of this project in the process; writes to CASES.
 
-    python stock_cases.py CASES SNAPSHOT ARTIFACT [SNAPSHOT ARTIFACT…]
+    python stock_cases.py CASES SAVED SNAPSHOT ARTIFACT [SNAPSHOT ARTIFACT…]
 
 To be run with VLLM_PLUGINS="", so that vLLM takes no plugin. What stock vLLM lacks on a CPU is put
 in here: the index of the device, which is 0, and the post-load step, without which the CPU's
 linear layers have no kernel (`layer.cpu_linear`); CUDA's need none of it. Between the two, stock
 code has loaded the model, and its tensors are looked at.
+
+An artifact with a `data.key` in it is loaded with it. SAVED is where vLLM's own function writes the
+first snapshot, encrypted with a key that it makes: `model.tensors`, and `data.key`.
 """
 
 import hashlib
@@ -15,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensorizer import TensorDeserializer
+from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer
 from vllm import LLM, SamplingParams
+from vllm.model_executor.model_loader import tensorizer as vllm_tensorizer
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.tensorizer_loader import TensorizerLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -43,10 +48,37 @@ def described(tensor: torch.Tensor) -> list[str]:
     return [str(tensor.dtype), str(list(tensor.shape)), hashlib.sha256(data).hexdigest()]
 
 
-def stored(path: Path) -> dict[str, list[str]]:
+def save(folder: Path) -> None:
+    """Have vLLM write what its default loader loads, before the post-load step empties it."""
+    stock_load_weights = DefaultModelLoader.load_weights
+    # It would fetch the snapshot's small files from the Hub.
+    vllm_tensorizer.serialize_extra_artifacts = lambda *_, **__: None
+
+    def load_weights(self: Any, model: torch.nn.Module, model_config: Any) -> None:
+        DefaultModelLoader.load_weights = stock_load_weights
+        stock_load_weights(self, model, model_config)
+        folder.mkdir()
+        (folder / "data.key").write_bytes(EncryptionParams.random().key)
+        config = vllm_tensorizer.TensorizerConfig(
+            tensorizer_uri=str(folder / "model.tensors"),
+            encryption_keyfile=str(folder / "data.key"),
+        )
+        TensorizerLoader.save_model(model, config, model_config)
+        del model.vllm_tensorized_marker
+
+    DefaultModelLoader.load_weights = load_weights
+
+
+def stored(path: Path, key: bytes | None) -> dict[str, list[str]]:
     """The file's tensors, cast as stock vLLM casts them."""
+    encryption = None if key is None else DecryptionParams.from_key(key)
     with TensorDeserializer(
-        str(path), device="cpu", dtype=torch.bfloat16, verify_hash=True, lazy_load=True
+        str(path),
+        device="cpu",
+        dtype=torch.bfloat16,
+        verify_hash=True,
+        lazy_load=True,
+        encryption=encryption,
     ) as reader:
         found = {name: described(tensor) for _, _, name, tensor in reader.read_tensors()}
     del found[".vllm_tensorized_marker"]
@@ -69,25 +101,32 @@ def tokens(folder: Path, **arguments: Any) -> list[list[int]]:
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
-def main(cases: Path, folders: list[Path]) -> None:
+def main(cases: Path, saved: Path, folders: list[Path]) -> None:
     torch.accelerator.current_device_index = lambda: 0
     TensorizerLoader.load_model = load_model
+    save(saved)
     found: dict[str, Any] = {}
+    sources: dict[Path, list[list[int]]] = {}
     for snapshot, artifact in zip(folders[::2], folders[1::2], strict=True):
+        if snapshot not in sources:
+            sources[snapshot] = tokens(snapshot)
         uri = str(artifact / "model.tensors")
-        found[snapshot.name] = {
-            "source": tokens(snapshot),
+        keyfile = artifact / "data.key"
+        key = keyfile.read_bytes() if keyfile.exists() else None
+        extra = {} if key is None else {"encryption_keyfile": str(keyfile)}
+        found[artifact.name] = {
+            "source": sources[snapshot],
             "artifact": tokens(
                 artifact,
                 load_format="tensorizer",
-                model_loader_extra_config={"tensorizer_uri": uri, "verify_hash": True},
+                model_loader_extra_config={"tensorizer_uri": uri, "verify_hash": True, **extra},
             ),
             "loaded": dict(LOADED),
-            "stored": stored(Path(uri)),
+            "stored": stored(Path(uri), key),
         }
     found["ours"] = sorted(name for name in sys.modules if name.startswith("tensorize_assets"))
     cases.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), [Path(name) for name in sys.argv[3:]])

@@ -1,0 +1,252 @@
+"""lora_adapters: the LoRA adapters of a profile as tensorizer files, with their configs."""
+
+import hashlib
+
+import dagster as dg
+
+from tensorize_assets.assets.artifact import snapshot_entry
+from tensorize_assets.assets.encrypted_shards import encrypt, files_are_whole, worker_metadata
+from tensorize_assets.assets.target import Target, failures, require_one_build, target_of
+from tensorize_assets.assets.tensorized_shards import Earlier, data_key, under_earlier_key
+from tensorize_assets.core import hub, jsonio, layout, sealing
+from tensorize_assets.core.errors import ManifestError, StoreError
+from tensorize_assets.core.manifest import (
+    FileEntry,
+    Manifest,
+    read_manifest,
+)
+from tensorize_assets.core.records import (
+    AdapterRecord,
+    AdaptersRecord,
+    EncryptedBuild,
+    SnapshotRecord,
+)
+from tensorize_assets.core.store import Store
+from tensorize_assets.core.tasks import (
+    AdapterSnapshot,
+    AdaptersRequest,
+    AdaptersResult,
+    TensorFile,
+)
+from tensorize_assets.partitions import model_suffix
+from tensorize_assets.resources.catalog import CatalogResource
+from tensorize_assets.resources.hub import HubResource
+from tensorize_assets.resources.keyring import KeyringResource
+from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.store import StoreResource
+
+Metadata = dict[str, dg.MetadataValue | int | float | str | bool]
+
+
+@dg.asset(
+    partitions_def=model_suffix,
+    group_name="tensorized_models",
+    kinds={"tensorizer"},
+    code_version="1",
+    pool="tensorize_worker",
+)
+def lora_adapters(
+    context: dg.AssetExecutionContext,
+    hf_snapshot: SnapshotRecord,
+    catalog: CatalogResource,
+    artifact_store: StoreResource,
+    hub_access: HubResource,
+    keyring: KeyringResource,
+    launcher: SubprocessLauncher,
+) -> dg.MaterializeResult[AdaptersRecord]:
+    """Each adapter's tensors, as they are in its repo, and its adapter_config.json.
+
+    Beside the model when there is one, in `adapters/NAME/` when there are several; held against
+    the base model first. A profile without adapters has none. With `encryption: only` they are
+    encrypted as they are written.
+    """
+    metadata: Metadata = {}
+    with failures(context):
+        target = target_of(context, catalog)
+        require_one_build(context, target, hf_snapshot)
+        store = artifact_store.open(target.root)
+        # None but with `only`: plaintext adapters are of no key.
+        hidden = hf_snapshot.encrypted if hf_snapshot.encryption == "only" else None
+        directory = hidden.directory if hidden else hf_snapshot.directory
+        result: AdaptersResult | None
+        if not hf_snapshot.adapters:
+            result = None
+            metadata["adapters"] = "not applicable: the profile lists none"
+        elif (done := read_manifest(store, directory, keyring.trusted())) is not None:
+            result = _from_manifest(done.manifest)
+            context.log.info(f"{store.uri(directory)} is complete: nothing to build")
+        elif (
+            earlier := _stored_before(store, artifact_store, target, hf_snapshot, directory)
+        ) is not None:
+            result = earlier
+            context.log.info("the adapters of an earlier, interrupted run are whole: kept")
+        elif (
+            hidden is not None
+            and (old := under_earlier_key(context, store, keyring, target, hf_snapshot, hidden))
+            is not None
+        ):
+            result, metadata = _with_new_key(
+                context, target, hidden, old, store, artifact_store, keyring, launcher
+            )
+        else:
+            access = hub_access.access()
+            handed_over = artifact_store.hand_over(target.root)
+            request = AdaptersRequest(
+                model=target.model,
+                suffix=target.suffix,
+                base_folder=str(hub.ensure_local(access, hf_snapshot.snapshot)),
+                adapters=tuple(local_adapter(access, adapter) for adapter in hf_snapshot.adapters),
+                root=target.root,
+                directory=directory,
+                scratch_dir=artifact_store.scratch_for(target.root),
+                s3=handed_over.settings,
+                encrypted=hidden is not None,
+            )
+            with data_key(store, keyring, hidden) as secrets:
+                report = launcher.run(
+                    context, request, AdaptersResult, {**handed_over.secrets, **secrets}
+                )
+            result = report.result
+            metadata = {
+                "worker_seconds": report.seconds,
+                "worker_peak_memory": report.peak_memory_bytes,
+                **{f"seconds_{stage}": took for stage, took in result.seconds.items()},
+            }
+        if result is not None:
+            metadata["adapters"] = _table(result)
+            metadata["bytes"] = sum(file.size for file in result.files)
+    return dg.MaterializeResult(
+        value=AdaptersRecord(
+            model=target.model,
+            suffix=target.suffix,
+            build_id=hf_snapshot.build_id,
+            directory=directory,
+            result=result,
+        ),
+        metadata={
+            "directory": dg.PathMetadataValue(store.uri(directory)),
+            "encrypted": hidden is not None,
+            **metadata,
+        },
+    )
+
+
+def local_adapter(access: hub.HubAccess, adapter: AdapterRecord) -> AdapterSnapshot:
+    """An adapter as a worker is given it, its files downloaded again where they are gone.
+
+    Raises as `hub.ensure_local`.
+    """
+    found = adapter.snapshot
+    return AdapterSnapshot(
+        name=adapter.name,
+        repo=found.model,
+        snapshot=snapshot_entry(found),
+        folder=str(hub.ensure_local(access, found, adapter=True)),
+    )
+
+
+def _from_manifest(manifest: Manifest) -> AdaptersResult:
+    names = {name for adapter in manifest.adapters for name in (adapter.file, adapter.config)}
+    return AdaptersResult(
+        adapters=manifest.adapters,
+        files=tuple(file for file in manifest.files if file.path in names),
+        seconds={},
+    )
+
+
+def _stored_before(
+    store: Store,
+    artifact_store: StoreResource,
+    target: Target,
+    build: SnapshotRecord,
+    directory: str,
+) -> AdaptersResult | None:
+    """The result of an earlier run of this build, if every file of it is still what it was."""
+    # Records are in the catalog's root, also those of a one-shot build that has its own.
+    records = artifact_store.open(artifact_store.root())
+    key = target.record_key("lora_adapters")
+    stored = records.get_bytes(key)
+    if stored is None:
+        return None
+    try:
+        record = jsonio.load_record(AdaptersRecord, stored.data, records.uri(key))
+    except StoreError:
+        return None  # of another release, or damaged: built anew
+    # As of the shards: neither a one-shot's folder nor a data key is in the build id.
+    own = (build.build_id, build.suffix, directory)
+    if (record.build_id, record.suffix, record.directory) != own or record.result is None:
+        return None
+    return record.result if files_are_whole(store, directory, record.result.files) else None
+
+
+def _with_new_key(
+    context: dg.AssetExecutionContext,
+    target: Target,
+    hidden: EncryptedBuild,
+    old: Earlier,
+    store: Store,
+    artifact_store: StoreResource,
+    keyring: KeyringResource,
+    launcher: SubprocessLauncher,
+) -> tuple[AdaptersResult, Metadata]:
+    """Encrypt the adapters of an earlier data key with this build's own."""
+    context.log.info(
+        f"{store.uri(old.directory)} is complete under data key {old.key_id}: its adapters are "
+        f"encrypted anew with {hidden.key_id}"
+    )
+    adapters = old.manifest.adapters
+    with sealing.unseal(store, old.key_id, keyring.private(), trusted=keyring.trusted()) as old_key:
+        report = encrypt(
+            context,
+            target,
+            hidden,
+            [TensorFile(path=one.file, tensors=one.tensors) for one in adapters],
+            source=old.directory,
+            store=store,
+            artifact_store=artifact_store,
+            keyring=keyring,
+            launcher=launcher,
+            old_key=old_key,
+        )
+    configs = {file.path: file for file in old.manifest.files}
+    for adapter in adapters:
+        _copy(store, old.directory, hidden.directory, configs[adapter.config])
+    result = AdaptersResult(
+        adapters=tuple(
+            adapter.model_copy(update={"tensors": file.tensors})
+            for adapter, file in zip(adapters, report.result.tensors, strict=True)
+        ),
+        files=(*report.result.files, *(configs[adapter.config] for adapter in adapters)),
+        seconds=report.result.seconds,
+    )
+    return result, {"encrypted_anew_from": old.directory, **worker_metadata(report)}
+
+
+def _copy(store: Store, source: str, directory: str, file: FileEntry) -> None:
+    key = layout.file_key(source, file.path)
+    found = store.get_bytes(key)
+    if found is None or hashlib.sha256(found.data).hexdigest() != file.sha256:
+        raise ManifestError(
+            f"{store.uri(key)} is gone or is not what its manifest says; restore it, or remove "
+            f"{store.uri(layout.manifest_key(source))} so that the build is made anew"
+        )
+    store.put_bytes(layout.file_key(directory, file.path), found.data)
+
+
+def _table(result: AdaptersResult) -> dg.TableMetadataValue:
+    sizes = {file.path: file.size for file in result.files}
+    return dg.MetadataValue.table(
+        [
+            dg.TableRecord(
+                {
+                    "name": adapter.name,
+                    "repo": adapter.repo,
+                    "commit": adapter.snapshot.commit,
+                    "rank": adapter.rank,
+                    "tensors": len(adapter.tensors),
+                    "bytes": sizes[adapter.file],
+                }
+            )
+            for adapter in result.adapters
+        ]
+    )
