@@ -76,12 +76,13 @@ def hf_snapshot(
         stored = _stored(store, keyring, target, build, encrypted)
         complete = all(stored.values())
         changed = _what_is_new(context, store, keyring, target, inputs)
-        # One variant is enough: the other is made of it.
-        known = next((found for found in stored.values() if found is not None), None)
-        if known is not None:
+        # One variant is enough, also one of an earlier data key: the others are made of it.
+        whole = {place: found for place, found in stored.items() if found is not None}
+        whole = whole or _of_earlier_keys(store, keyring, target, inputs)
+        if whole:
+            known = next(iter(whole.values()))
             snapshot, adapter_records = _from_manifest(known.manifest, target)
-            whole = ", ".join(store.uri(place) for place, found in stored.items() if found)
-            context.log.info(f"build {build} is complete in {whole}")
+            context.log.info(f"build {build} is complete in {', '.join(map(store.uri, whole))}")
         else:
             problem = check_tensor_parallel(target.profile, hub.fetch_config(access, listing))
             if problem:
@@ -240,6 +241,21 @@ def _stored(
                 "--suffix"
             )
     return found
+
+
+def _of_earlier_keys(
+    store: Store, keyring: KeyringResource, target: Target, inputs: BuildInputs
+) -> dict[str, StoredManifest]:
+    """The manifest of the latest encrypted build of these inputs, by its directory; or nothing."""
+    trusted = keyring.trusted()
+    keys = build_keys.read_keys(store, target.model, target.suffix, build_id(inputs), trusted)
+    for choice in reversed(keys.keys.choices if keys else ()):
+        its_own = build_id(inputs.model_copy(update={"data_key": choice.key_id}))
+        directory = target.encrypted_directory(its_own)
+        found = read_manifest(store, directory, trusted)
+        if found is not None and found.manifest.build_id == its_own:
+            return {directory: found}
+    return {}
 
 
 def _from_manifest(

@@ -188,14 +188,16 @@ def _explain(error: Exception, verb: str, uri: str, access: S3Access) -> StoreEr
             "key has; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or the "
             "profile, anew, to nothing but the key"
         )
-    if isinstance(error, exceptions.BotoCoreError | urllib3.HTTPError):
-        return _trouble(error, what, access, exceptions)
-    if isinstance(error, RecursionError):
+    # Where Python's limit is met inside the HTTP client, botocore wraps it.
+    wrapped: dict[str, Any] = getattr(error, "kwargs", {})
+    if isinstance(wrapped.get("error", error), RecursionError):
         # boto3 follows a redirect by asking for the bucket's region, which is redirected too.
         return StoreError(
             f"{what}: the server redirects every request; set `s3.endpoint_url` to where it "
             "answers (https?), or `s3.region` to the bucket's region"
         )
+    if isinstance(error, exceptions.BotoCoreError | urllib3.HTTPError):
+        return _trouble(error, what, access, exceptions)
     text = str(error)
     if isinstance(error, ValueError) and ("nvalid endpoint" in text or "nvalid IPv6 URL" in text):
         return StoreError(

@@ -50,6 +50,8 @@ from tensorize_assets.core.protocol import (
     read_line,
     redact,
 )
+from tensorize_assets.core.sealing import PRIVATE_KEY_VARIABLE
+from tensorize_assets.core.signing import KEY_VARIABLE
 
 StepContext = dg.AssetExecutionContext | dg.OpExecutionContext
 
@@ -63,9 +65,12 @@ _LEAVE_S = 60.0
 # Output ends when the last process that holds it does, and those have been ended by then.
 _DRAIN_S = 10.0
 _LONGEST_LINE = 1 << 16
-# The worker reads local folders only, so it has no use for what opens the Hub; keys of the store
-# are handed over apart, where ranks and their logs do not inherit them.
+# The worker reads local folders only, so it has no use for what opens the Hub, and it signs and
+# unseals nothing; keys of the store and data keys are handed over apart, where ranks and their logs
+# do not inherit them.
 _NOT_INHERITED = (
+    KEY_VARIABLE,
+    PRIVATE_KEY_VARIABLE,
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
     "S3_ACCESS_KEY_ID",

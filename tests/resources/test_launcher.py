@@ -26,6 +26,8 @@ from tensorize_assets.core.errors import (
     WorkerKilledError,
 )
 from tensorize_assets.core.protocol import PROTOCOL_VERSION, redact
+from tensorize_assets.core.sealing import PRIVATE_KEY_VARIABLE
+from tensorize_assets.core.signing import KEY_VARIABLE
 from tensorize_assets.resources import launcher as launcher_module
 from tensorize_assets.resources.launcher import LaunchReport, SubprocessLauncher
 
@@ -358,7 +360,8 @@ def test_printed_lines_keep_their_level_and_rank():
 
 def test_secrets_reach_the_worker_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     """argv and environment show in `ps` and crash reports; logs are kept for ever."""
-    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz")
+    for variable in ("HF_TOKEN", KEY_VARIABLE, PRIVATE_KEY_VARIABLE):
+        monkeypatch.setenv(variable, "hf_abcdefghijklmnopqrstuvwxyz")
     launch = _launch("reveal", secrets={"data-key": _SECRET})
     assert launch.report is not None
     *seen, length = launch.report.result.text.split("\n")
