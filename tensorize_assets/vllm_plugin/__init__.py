@@ -12,6 +12,10 @@ def register() -> None:
     nothing heavy.
     """
     import torch
+
+    from tensorize_assets.vllm_plugin import sodium
+
+    sodium.provide()
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.platforms import current_platform
 

@@ -307,12 +307,11 @@ def arguments_of(config: TensorizerConfig) -> TensorizerArgs:
     """tensorizer's arguments, its key read from its file.
 
     Raises:
-        ValueError: the file of the key cannot be read, or holds none, or this host has no
-            libsodium.
+        ValueError: the file of the key cannot be read, or holds none.
     """
     try:
         return config._construct_tensorizer_args()
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError) as error:
         keyfile = config.encryption_keyfile
         if not keyfile:
             raise
@@ -321,11 +320,6 @@ def arguments_of(config: TensorizerConfig) -> TensorizerArgs:
             raise ValueError(
                 f"{unopened}: the file of its key, {keyfile}, cannot be read ({error.strerror}); "
                 "`tensorize keys unseal` writes it"
-            ) from error
-        if isinstance(error, RuntimeError):
-            raise ValueError(
-                f"{unopened}: it is encrypted, and this host has no libsodium to decrypt it with; "
-                "install it (apt-get install libsodium23)"
             ) from error
         raise ValueError(
             f"{unopened}: {keyfile} does not hold a key of 32 bytes; write it with `tensorize keys "

@@ -40,6 +40,7 @@ from tensorize_assets.core.tasks import (
     ReloadRequest,
     ShardRequest,
 )
+from tensorize_assets.vllm_plugin import sodium
 from tensorize_assets.worker import logs, session
 from tensorize_assets.worker.session import Level, Progress
 
@@ -84,6 +85,7 @@ def main(
     signal.signal(signal.SIGTERM, _leave)
     session.end_with_parent()
     session.secrets()
+    sodium.provide()
     logs.set_up()
     with open_dagster_pipes() as pipes:
         # Ranks are children, inherit the environment, and would open and close this session too.

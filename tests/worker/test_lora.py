@@ -145,9 +145,7 @@ def test_the_loader_says_what_is_wrong_with_a_key(
     assert says.format(file=file) in said
 
 
-def test_a_host_without_libsodium_is_told_to_install_it(tmp_path: Path, run_script: Any) -> None:
-    """tensorizer decrypts by the system's library, which no Python package brings."""
+def test_a_host_without_libsodium_opens_encrypted_files(tmp_path: Path, run_script: Any) -> None:
+    """tensorizer asks the system for it; images of Python alone have none."""
     run_script("no_sodium.py", tmp_path / "said")
-    said = (tmp_path / "said").read_text()
-    assert said.startswith("/x/model.tensors was not opened: it is encrypted, and this host has no")
-    assert "apt-get install libsodium23" in said
+    assert json.loads((tmp_path / "said").read_text()) == {"before": False, "same": True}
