@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tensorize_assets.cli_common import (
     FAILED,
+    AnyOrPublicKeys,
     Json,
     PublicKeys,
     absolute,
@@ -35,7 +36,7 @@ from tensorize_assets.cli_common import (
 from tensorize_assets.cli_common import home as dagster_home
 from tensorize_assets.cli_keys import keys_app
 from tensorize_assets.cli_store import store_app
-from tensorize_assets.core import catalog_check, channel, hub, s3
+from tensorize_assets.core import build_keys, catalog_check, channel, hub, s3
 from tensorize_assets.core.catalog import Catalog, Profile, load_catalog, resolve_root
 from tensorize_assets.core.copy import copy_build, directory_of
 from tensorize_assets.core.errors import CatalogError, ManifestError
@@ -155,7 +156,7 @@ def verify(
         str,
         typer.Argument(help="Artifact directory: a folder, an s3:// URI, or an http(s):// URL."),
     ],
-    public_key: PublicKeys = None,
+    public_key: AnyOrPublicKeys = None,
     endpoint_url: Annotated[
         str | None, typer.Option(help="URL of an S3 server that is not AWS.")
     ] = None,
@@ -198,8 +199,8 @@ def verify(
             err.print(f"{problem.kind}: {problem.path}: {problem.message}", markup=False)
         if not report.problems:
             out.print(
-                f"{directory}: {report.files} files, {report.bytes:,} bytes, all as the manifest "
-                f"says ({signer.said})",
+                f"{report.where}: {report.files} files, {report.bytes:,} bytes, all as the "
+                f"manifest says ({signer.said})",
                 markup=False,
             )
         for note in report.notes:
@@ -294,7 +295,7 @@ def copy(
     target_region: Annotated[str | None, _TARGET[1]] = None,
     target_profile: Annotated[str | None, _TARGET[2]] = None,
     target_ca_bundle: Annotated[str | None, _TARGET[3]] = None,
-    public_key: PublicKeys = None,
+    public_key: AnyOrPublicKeys = None,
     as_json: Json = False,
 ) -> None:
     """Copy a build with its manifest and evidence to another root; verified on arrival.
@@ -350,8 +351,9 @@ def accept(
 ) -> None:
     """Believe a channel as it is now, though more or another of it was seen here before.
 
-    For a store that was restored from a backup, or a channel that was removed on purpose: every
-    other command refuses it, since an old channel that was put back looks the same.
+    And which data keys its builds have. For a store that was restored from a backup, or a channel
+    that was removed on purpose: every other command refuses it, since an old channel that was put
+    back looks the same.
     """
     with errors():
         home, catalog = _home_and_catalog()
@@ -359,15 +361,19 @@ def accept(
         found = channel.read_channel(store, model, suffix, trusted)
         where = store.uri(channel_key(model, suffix))
         before = forget(seen_folder(), where)
+        keys = build_keys.accept(store, model, suffix, trusted, seen_folder())
         # Read again, and noted.
         channel.read_channel(store, model, suffix, trusted, seen_folder())
     number = found.channel.current.number if found else None
     if as_json:
-        print_json({"channel": where, "entry": number, "seen": before and before.number})
+        seen = before and before.number
+        refused = [key.where for key in keys]
+        print_json({"channel": where, "entry": number, "seen": seen, "data_keys": refused})
     else:
         out.print(
             f"{where}: {f'entry {number}' if number else 'no channel'} is believed from now on"
-            + (f"; entry {before.number} was seen before" if before else ""),
+            + (f"; entry {before.number} was seen before" if before else "")
+            + "".join(f"\nso is {key.where}; entry {key.number} was seen before" for key in keys),
             markup=False,
         )
 

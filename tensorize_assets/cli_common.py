@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from os import environ
 from pathlib import Path
@@ -12,11 +12,18 @@ from typing import Annotated
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from tensorize_assets.core import jsonio, s3
 from tensorize_assets.core.catalog import Catalog, load_catalog
-from tensorize_assets.core.errors import CatalogError, SignatureError, TensorizeAssetsError
+from tensorize_assets.core.errors import (
+    CatalogError,
+    SignatureError,
+    TensorizeAssetsError,
+    WorkerError,
+)
+from tensorize_assets.core.printable import printable
 from tensorize_assets.core.signing import (
     KEY_VARIABLE,
     SecretKey,
@@ -35,8 +42,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 # Without a terminal there is no width to keep to, and tables must not lose digits.
 _WIDTH = None if sys.stdout.isatty() else 140
-out = Console(soft_wrap=True, width=_WIDTH)
-err = Console(stderr=True, soft_wrap=True)
+
+
+class _Console(Console):
+    """A console on which names and fields of a store cannot move the cursor."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text = printable(segment.text, keep="\n")
+            yield segment if segment.control else Segment(text, segment.style)
+
+
+out = _Console(soft_wrap=True, width=_WIDTH)
+err = _Console(stderr=True, soft_wrap=True)
 
 
 PublicKeys = Annotated[
@@ -47,16 +67,35 @@ PublicKeys = Annotated[
         "Default: the catalog's `trust`, or else this home's own key.",
     ),
 ]
+AnyOrPublicKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--public-key",
+        help="Public signing key that is believed: base64, or a file of it; may be repeated. "
+        "Default: the catalog's `trust`; without one any key is, and the output says that it was "
+        "not checked.",
+    ),
+]
 
 
 @contextmanager
 def errors() -> Generator[None]:
-    """Show an error of ours as one line, and leave with its exit code."""
+    """Show an error of ours, or of the file system, and leave with its exit code."""
     try:
         yield
     except TensorizeAssetsError as error:
-        err.print(f"error: {error}", markup=False, highlight=False)
+        # Lists of mistakes, and logs; the others are of one line, whatever they quote.
+        lines = isinstance(error, CatalogError | WorkerError)
+        _fail(printable(str(error), keep="\n" if lines else ""))
         raise typer.Exit(WRONG if isinstance(error, CatalogError) else FAILED) from error
+    except OSError as error:
+        said = error.strerror or type(error).__name__
+        _fail(printable(f"cannot use {error.filename}: {said}" if error.filename else said))
+        raise typer.Exit(FAILED) from error
+
+
+def _fail(said: str) -> None:
+    err.print(f"error: {said}", markup=False, highlight=False)
 
 
 def print_json(value: object) -> None:
@@ -83,7 +122,17 @@ def catalog_path(folder: Path | None = None) -> Path:
 def found_catalog() -> Catalog | None:
     """The catalog of the Dagster home, where there is one. Raises CatalogError for a wrong one."""
     path = catalog_path()
-    return load_catalog(path) if path.is_file() else None
+    try:
+        path.lstat()
+        is_file = path.is_file()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CatalogError(f"{path} cannot be read: {error.strerror}") from None
+    # Not None: what its trust list keeps out would be believed.
+    if not is_file:
+        raise CatalogError(f"{path} is no file; restore the catalog, or remove it")
+    return load_catalog(path)
 
 
 def open_place(place: str, given: Mapping[str, str | None] | None = None) -> Store:

@@ -31,6 +31,7 @@ from tensorize_assets.cli_common import (
 from tensorize_assets.core import rotation, sealing
 from tensorize_assets.core.catalog import Catalog, resolve_root
 from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
+from tensorize_assets.core.printable import printable
 from tensorize_assets.core.sealing import KeyRecord, PrivateKey, SealingError
 from tensorize_assets.core.store import Store
 
@@ -167,6 +168,15 @@ def reseal(
             remove=remove or [],
             trusted=trusted,
         )
+    catalog = found_catalog()
+    if catalog and catalog.recipients and dict(catalog.recipients) != record.recipients:
+        err.print(
+            "the catalog's recipients are others, and the next run of this build seals its key to "
+            f"those: {', '.join(sorted(catalog.recipients))}; change them there too",
+            style="yellow",
+            markup=False,
+            highlight=False,
+        )
     if as_json:
         print_json(_as_json(record))
         return
@@ -251,7 +261,7 @@ def list_keys(
                 records.append(sealing.read_record(store, name, trusted).record)
             except TensorizeAssetsError as error:
                 # One damaged record must not hide who can open the others.
-                problems.append(str(error))
+                problems.append(printable(str(error)))
     if as_json:
         print_json({"keys": [_as_json(record) for record in records], "problems": problems})
     elif key_id:
@@ -353,7 +363,7 @@ def _recipients(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         # Base64 ends in `=`, names do not hold one.
         name, separator, key = text.partition("=")
-        if not separator or not name or name in found:
+        if not separator or not name or not key.strip("=") or name in found:
             raise CatalogError("--add wants NAME=PUBLIC_KEY, and each name once")
         found[name] = key
     return found

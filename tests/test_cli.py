@@ -8,11 +8,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from rich.table import Table
 
-from tensorize_assets.core import channel, evidence, layout, manifest, signing
+from tensorize_assets import cli_common
+from tensorize_assets.core import build_keys, channel, evidence, layout, manifest, signing
 from tensorize_assets.core.compare import CHECKS
+from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.store import open_store
 from tensorize_assets.demo.hub_server import LocalHub
 from tensorize_assets.demo.s3_server import LocalS3
@@ -495,7 +500,8 @@ def test_an_old_channel_is_refused_until_it_is_accepted(home: Path) -> None:
         == tensorize(home, "channel", "accept", MODEL, SUFFIX, "--public-key", STRANGER).returncode
     )
     accepted = tensorize(home, "channel", "accept", MODEL, SUFFIX, "--json")
-    assert {"channel": str(place), "entry": 1, "seen": 2} == json.loads(accepted.stdout)
+    said = {"channel": str(place), "entry": 1, "seen": 2, "data_keys": []}
+    assert said == json.loads(accepted.stdout)
     assert first.build_id in tensorize(home, "show", MODEL).stdout
 
     place.unlink()
@@ -503,6 +509,112 @@ def test_an_old_channel_is_refused_until_it_is_accepted(home: Path) -> None:
     accepted = tensorize(home, "channel", "accept", MODEL, SUFFIX)
     assert "no channel is believed from now on; entry 1 was seen before" in accepted.stdout
     assert "nothing published" in tensorize(home, "show", MODEL).stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("verify", "http://user:hunter2@[::1"), "is no http(s) URL"),
+        (("verify", "http://user:hunter2@127.0.0.1:1/d"), "user or password before the host"),
+        (("verify", "a" * 5000), "File name too long"),
+        (("keys", "list", "--root", "a" * 5000), "File name too long"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_line(home: Path, command: tuple[str, ...], said: str) -> None:
+    """A traceback says neither what is wrong nor what to do."""
+    signing.load_or_create_signing_key(home / "keys" / "signing.key")
+    done = tensorize(home, *command)
+    assert 1 == done.returncode
+    assert done.stderr.startswith("error: ")
+    assert 1 == done.stderr.count("\n")
+    assert said in done.stderr
+    assert "hunter2" not in done.stderr + done.stdout
+
+
+def test_a_home_that_cannot_be_read_is_not_taken_for_none(home: Path, tmp_path: Path) -> None:
+    """What its trust list keeps out would be believed."""
+    directory = directory_of(home, publish(home, "a" * 40))
+    unreadable = tensorize(tmp_path / ("a" * 5000), "verify", directory)
+    (home / "models.yaml").unlink()
+    (home / "models.yaml").mkdir()
+    for done, said in (
+        (unreadable, "cannot be read: File name too long"),
+        (tensorize(home, "verify", directory), "models.yaml is no file"),
+    ):
+        assert 2 == done.returncode
+        assert done.stderr.startswith("error: ")
+        assert said in done.stderr
+
+
+def test_errors_of_the_file_system_and_escapes_are_one_printable_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever file it is, and whatever a store calls its files."""
+    raised: list[Exception] = [
+        PermissionError(13, "Permission denied", "/a\x1b[2Jb"),
+        StoreError("/a\x1b[2Jb\nerror: Permission denied"),
+    ]
+    for error in raised:
+        with pytest.raises(typer.Exit), cli_common.errors():
+            raise error
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert r"/a\x1b[2Jb" in said
+        assert said.removesuffix("\n").isprintable()
+
+
+@pytest.mark.parametrize("as_table", [False, True])
+def test_no_escape_of_a_store_reaches_the_terminal(
+    capsys: pytest.CaptureFixture[str], as_table: bool
+) -> None:
+    """It could write over what was said."""
+    shown: Any = "a\x1b]0;x\udcffb"
+    if as_table:
+        table = Table("name")
+        table.add_row(shown)
+        shown = table
+    cli_common.err.print(shown, markup=False)
+    # A table cuts what has become wider.
+    said = capsys.readouterr().err
+    assert r"a\x1b]0" in said
+    assert "\x1b" not in said
+
+
+def test_help_says_which_key_is_believed(home: Path) -> None:
+    """Without a list `verify` and `copy` believe any, and `show` this home's own."""
+    texts = {
+        name: " ".join(tensorize(home, name, "--help", COLUMNS="400").stdout.split())
+        for name in ("verify", "copy", "show")
+    }
+    assert ["verify", "copy"] == [name for name in texts if "without one any key" in texts[name]]
+    assert ["show"] == [name for name in texts if "home's own key" in texts[name]]
+
+
+def test_a_damaged_mark_is_accepted_at_once(home: Path) -> None:
+    """It was removed already when the error came."""
+    publish(home, "a" * 40)
+    assert 0 == tensorize(home, "show", MODEL).returncode
+    (mark,) = (home / "seen").glob("*.json")
+    mark.write_bytes(b"\xff")
+    (home / "seen" / "another.json").write_bytes(b"\xff")
+    accepted = tensorize(home, "channel", "accept", MODEL, SUFFIX, "--json")
+    assert 0 == accepted.returncode, accepted.stderr
+    assert 1 == json.loads(accepted.stdout)["entry"]
+
+
+def test_accepting_a_channel_believes_its_builds_data_keys_too(home: Path) -> None:
+    """A backup that was restored has old ones of both."""
+    built = publish(home, "a" * 40)
+    store = open_store(str(home / "artifacts"))
+    key = signing.load_or_create_signing_key(home / "keys" / "signing.key")
+    place = layout.build_key_key(MODEL, SUFFIX, built.build_id)
+    build = (MODEL, SUFFIX, built.build_id)
+    build_keys.assign(store, *build, lambda: "0" * 16, key, None, home / "seen")
+    store.delete(place)
+    accepted = tensorize(home, "channel", "accept", MODEL, SUFFIX)
+    assert 0 == accepted.returncode, accepted.stderr
+    assert f"so is {store.uri(place)}; entry 1 was seen before" in accepted.stdout
+    assert build_keys.read_keys(store, *build, None, home / "seen") is None
 
 
 def test_show_refuses_another_manifest_than_the_published_one(home: Path) -> None:

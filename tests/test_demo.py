@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_the_reloaded_model_answers(report: dict[str, Any]) -> None:
     assert "Paris" in report["builds"][0]["reload_check"]["first_answer"]
 
 
+def test_the_adapter_and_the_encrypted_variant_are_reloaded_too(report: dict[str, Any]) -> None:
+    """A base that answers says nothing of what is served beside it."""
+    build = report["builds"][0]
+    reload = build["reload_check"]
+    # It was trained to answer in capitals.
+    assert re.search(r"[A-Z]{4}", reload["first_answer_with_capitals"])
+    assert reload["first_answer_with_capitals"] == reload["encrypted_first_answer_with_capitals"]
+    assert "s3" == reload["encrypted_load_source"]
+    assert build["published"]["encrypted"].endswith("-encrypted")
+
+
 def test_the_artifact_lies_in_s3_and_is_read_from_there(report: dict[str, Any]) -> None:
     """A copy on the disk would prove nothing of what serving hosts load."""
     for build in report["builds"]:
@@ -85,7 +97,7 @@ def test_the_demo_takes_its_s3_server_and_the_keys_with_it(
     assert folder / "s3" not in folders
     assert not (folder / "s3" / "identities.json").exists()
     catalog = yaml.safe_load((Path(report["home"]) / "models.yaml").read_text())
-    assert {"root", "models"} == catalog.keys()
+    assert {"root", "recipients", "models"} == catalog.keys()
 
 
 def test_the_demo_on_the_disk_passes_too(on_disk: dict[str, Any], folder: Path) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import dagster as dg
 
+from tensorize_assets.assets.snapshots import snapshot_entry
 from tensorize_assets.assets.target import (
     failures,
     require_one_build,
@@ -24,7 +25,6 @@ from tensorize_assets.core.manifest import (
     FileEntry,
     Manifest,
     ShardEntry,
-    SnapshotEntry,
     StoredManifest,
     encode,
     manifest_sha256,
@@ -311,18 +311,6 @@ def _manifest(
         )
         if hidden
         else None,
-    )
-
-
-def snapshot_entry(snapshot: hub.Snapshot) -> SnapshotEntry:
-    """A snapshot as manifests have it."""
-    return SnapshotEntry(
-        revision=snapshot.revision,
-        commit=snapshot.commit,
-        files=tuple(
-            FileEntry(path=file.path, size=file.size, sha256=file.sha256) for file in snapshot.files
-        ),
-        weights_format=snapshot.weights_format,
     )
 
 

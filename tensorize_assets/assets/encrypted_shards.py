@@ -1,37 +1,30 @@
 """encrypted_shards: the encrypted variant of a build, made of its plaintext files."""
 
-from collections.abc import Sequence
-
 import dagster as dg
 
+from tensorize_assets.assets.earlier import stored_before
+from tensorize_assets.assets.encrypting import encrypt, worker_metadata
 from tensorize_assets.assets.target import (
-    Target,
     failures,
     require_one_build,
     target_of,
 )
-from tensorize_assets.core import jsonio, layout, sealing
-from tensorize_assets.core.errors import StoreError
-from tensorize_assets.core.manifest import FileEntry, Manifest, read_manifest
+from tensorize_assets.core import sealing
+from tensorize_assets.core.manifest import Manifest, read_manifest
 from tensorize_assets.core.records import (
     AdaptersRecord,
-    EncryptedBuild,
     EncryptedRecord,
     ShardsRecord,
     SnapshotRecord,
 )
-from tensorize_assets.core.store import Store, digest
 from tensorize_assets.core.tasks import (
-    DATA_KEY,
-    OLD_DATA_KEY,
-    EncryptRequest,
     EncryptResult,
     TensorFile,
 )
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.keyring import KeyringResource
-from tensorize_assets.resources.launcher import LaunchReport, SubprocessLauncher
+from tensorize_assets.resources.launcher import SubprocessLauncher
 from tensorize_assets.resources.store import StoreResource
 
 
@@ -74,8 +67,18 @@ def encrypted_shards(
         elif (done := read_manifest(store, build.directory, keyring.trusted())) is not None:
             result = _from_manifest(done.manifest)
             context.log.info(f"{store.uri(build.directory)} is complete: nothing to encrypt")
-        elif (earlier := _stored_before(store, artifact_store, target, hf_snapshot)) is not None:
-            result = earlier
+        elif (
+            earlier := stored_before(
+                EncryptedRecord,
+                "encrypted_shards",
+                store,
+                artifact_store,
+                target,
+                hf_snapshot,
+                build.directory,
+            )
+        ) is not None:
+            result = earlier.result
             context.log.info("the files that an earlier, interrupted run encrypted are whole: kept")
         else:
             report = encrypt(
@@ -110,69 +113,6 @@ def encrypted_shards(
     )
 
 
-def encrypt(
-    context: dg.AssetExecutionContext,
-    target: Target,
-    build: EncryptedBuild,
-    files: Sequence[TensorFile],
-    *,
-    source: str,
-    store: Store,
-    artifact_store: StoreResource,
-    keyring: KeyringResource,
-    launcher: SubprocessLauncher,
-    old_key: sealing.DataKey | None = None,
-) -> LaunchReport[EncryptResult]:
-    """Have a worker encrypt `files` of the directory `source` into that of `build`.
-
-    With `old_key` they are encrypted already. Raises as `SubprocessLauncher.run` and
-    `sealing.unseal`.
-    """
-    handed_over = artifact_store.hand_over(target.root)
-    with sealing.unseal(
-        store, build.key_id, keyring.private(), trusted=keyring.trusted()
-    ) as data_key:
-        secrets = {**handed_over.secrets, DATA_KEY: data_key.reveal()}
-        if old_key is not None:
-            secrets[OLD_DATA_KEY] = old_key.reveal()
-        return launcher.run(
-            context,
-            EncryptRequest(
-                model=target.model,
-                suffix=target.suffix,
-                root=target.root,
-                source=source,
-                directory=build.directory,
-                files=tuple(files),
-                scratch_dir=artifact_store.scratch_for(target.root),
-                s3=handed_over.settings,
-            ),
-            EncryptResult,
-            secrets,
-        )
-
-
-def worker_metadata(report: LaunchReport[EncryptResult]) -> dict[str, int | float | str]:
-    """What the encrypting worker took, and its rate."""
-    seconds = report.result.seconds["encrypt"]
-    size = sum(file.size for file in report.result.files)
-    return {
-        "worker_seconds": report.seconds,
-        "worker_peak_memory": report.peak_memory_bytes,
-        "seconds_encrypt": seconds,
-        "bytes_per_second": round(size / max(seconds, 1e-3)),
-    }
-
-
-def files_are_whole(store: Store, directory: str, files: Sequence[FileEntry]) -> bool:
-    """Whether every file stands in the directory as it was written."""
-    for file in files:
-        key = layout.file_key(directory, file.path)
-        if store.stat(key) != file.size or digest(store, key).sha256 != file.sha256:
-            return False
-    return True
-
-
 def _tensor_files(shards: ShardsRecord, adapters: AdaptersRecord) -> list[TensorFile]:
     files = [TensorFile(path=shard.file, tensors=shard.tensors) for shard in shards.result.shards]
     found = adapters.result.adapters if adapters.result else ()
@@ -189,25 +129,3 @@ def _from_manifest(manifest: Manifest) -> EncryptResult:
         ),
         seconds={},
     )
-
-
-def _stored_before(
-    store: Store, artifact_store: StoreResource, target: Target, build: SnapshotRecord
-) -> EncryptResult | None:
-    """The result of an earlier run of this build and key, if its files are still what they were."""
-    # Records are in the catalog's root, also those of a one-shot build that has its own.
-    records = artifact_store.open(artifact_store.root())
-    key = target.record_key("encrypted_shards")
-    stored = records.get_bytes(key)
-    if stored is None or build.encrypted is None:
-        return None
-    try:
-        record = jsonio.load_record(EncryptedRecord, stored.data, records.uri(key))
-    except StoreError:
-        return None  # of another release, or damaged: encrypted anew
-    # A one-shot's directory is named by its suffix, and any other by its data key too.
-    own = (build.build_id, build.suffix, build.encrypted.directory)
-    if (record.build_id, record.suffix, record.directory) != own or record.result is None:
-        return None
-    whole = files_are_whole(store, build.encrypted.directory, record.result.files)
-    return record.result if whole else None

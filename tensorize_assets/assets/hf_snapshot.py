@@ -204,13 +204,22 @@ def _encrypted(
         made.data_key.wipe()
         return made.key_id
 
-    key_id = build_keys.assign(store, target.model, target.suffix, build, make, key, trusted)
+    key_id = build_keys.assign(
+        store, target.model, target.suffix, build, make, key, trusted, keyring.seen()
+    )
     before = sealing.recipients_of(store, key_id, trusted)
+    # Also where the record has them already: a run that was killed here may have left seals undone.
+    sealing.reseal(store, key_id, own, recipients, key, trusted=trusted)
     if before != dict(sorted(recipients.items())):
-        sealing.reseal(store, key_id, own, recipients, key, trusted=trusted)
         context.log.info(
             f"data key {key_id} was sealed to {', '.join(before)}, and is now, as the catalog "
             f"says, to {', '.join(sorted(recipients))}"
+        )
+    plain = target.directory(build)
+    if target.profile.encryption == "only" and store.stat(layout.manifest_key(plain)) is not None:
+        context.log.warning(
+            f"{store.uri(plain)} holds this build in plaintext, from before `encryption: only`; "
+            "it stays until it is removed"
         )
     its_own = build_id(inputs.model_copy(update={"data_key": key_id}))
     return EncryptedBuild(
@@ -248,7 +257,9 @@ def _of_earlier_keys(
 ) -> dict[str, StoredManifest]:
     """The manifest of the latest encrypted build of these inputs, by its directory; or nothing."""
     trusted = keyring.trusted()
-    keys = build_keys.read_keys(store, target.model, target.suffix, build_id(inputs), trusted)
+    keys = build_keys.read_keys(
+        store, target.model, target.suffix, build_id(inputs), trusted, keyring.seen()
+    )
     for choice in reversed(keys.keys.choices if keys else ()):
         its_own = build_id(inputs.model_copy(update={"data_key": choice.key_id}))
         directory = target.encrypted_directory(its_own)

@@ -4,26 +4,24 @@ import hashlib
 
 import dagster as dg
 
-from tensorize_assets.assets.artifact import snapshot_entry
-from tensorize_assets.assets.encrypted_shards import encrypt, files_are_whole, worker_metadata
+from tensorize_assets.assets.earlier import Earlier, stored_before, under_earlier_key
+from tensorize_assets.assets.encrypting import data_key, encrypt, worker_metadata
+from tensorize_assets.assets.snapshots import local_adapter
 from tensorize_assets.assets.target import Target, failures, require_one_build, target_of
-from tensorize_assets.assets.tensorized_shards import Earlier, data_key, under_earlier_key
-from tensorize_assets.core import hub, jsonio, layout, sealing
-from tensorize_assets.core.errors import ManifestError, StoreError
+from tensorize_assets.core import hub, layout, sealing
+from tensorize_assets.core.errors import ManifestError
 from tensorize_assets.core.manifest import (
     FileEntry,
     Manifest,
     read_manifest,
 )
 from tensorize_assets.core.records import (
-    AdapterRecord,
     AdaptersRecord,
     EncryptedBuild,
     SnapshotRecord,
 )
 from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import (
-    AdapterSnapshot,
     AdaptersRequest,
     AdaptersResult,
     TensorFile,
@@ -76,9 +74,17 @@ def lora_adapters(
             result = _from_manifest(done.manifest)
             context.log.info(f"{store.uri(directory)} is complete: nothing to build")
         elif (
-            earlier := _stored_before(store, artifact_store, target, hf_snapshot, directory)
+            earlier := stored_before(
+                AdaptersRecord,
+                "lora_adapters",
+                store,
+                artifact_store,
+                target,
+                hf_snapshot,
+                directory,
+            )
         ) is not None:
-            result = earlier
+            result = earlier.result
             context.log.info("the adapters of an earlier, interrupted run are whole: kept")
         elif (
             hidden is not None
@@ -102,7 +108,7 @@ def lora_adapters(
                 s3=handed_over.settings,
                 encrypted=hidden is not None,
             )
-            with data_key(store, keyring, hidden) as secrets:
+            with data_key(store, keyring, hidden and hidden.key_id) as secrets:
                 report = launcher.run(
                     context, request, AdaptersResult, {**handed_over.secrets, **secrets}
                 )
@@ -131,20 +137,6 @@ def lora_adapters(
     )
 
 
-def local_adapter(access: hub.HubAccess, adapter: AdapterRecord) -> AdapterSnapshot:
-    """An adapter as a worker is given it, its files downloaded again where they are gone.
-
-    Raises as `hub.ensure_local`.
-    """
-    found = adapter.snapshot
-    return AdapterSnapshot(
-        name=adapter.name,
-        repo=found.model,
-        snapshot=snapshot_entry(found),
-        folder=str(hub.ensure_local(access, found, adapter=True)),
-    )
-
-
 def _from_manifest(manifest: Manifest) -> AdaptersResult:
     names = {name for adapter in manifest.adapters for name in (adapter.file, adapter.config)}
     return AdaptersResult(
@@ -152,31 +144,6 @@ def _from_manifest(manifest: Manifest) -> AdaptersResult:
         files=tuple(file for file in manifest.files if file.path in names),
         seconds={},
     )
-
-
-def _stored_before(
-    store: Store,
-    artifact_store: StoreResource,
-    target: Target,
-    build: SnapshotRecord,
-    directory: str,
-) -> AdaptersResult | None:
-    """The result of an earlier run of this build, if every file of it is still what it was."""
-    # Records are in the catalog's root, also those of a one-shot build that has its own.
-    records = artifact_store.open(artifact_store.root())
-    key = target.record_key("lora_adapters")
-    stored = records.get_bytes(key)
-    if stored is None:
-        return None
-    try:
-        record = jsonio.load_record(AdaptersRecord, stored.data, records.uri(key))
-    except StoreError:
-        return None  # of another release, or damaged: built anew
-    # As of the shards: neither a one-shot's folder nor a data key is in the build id.
-    own = (build.build_id, build.suffix, directory)
-    if (record.build_id, record.suffix, record.directory) != own or record.result is None:
-        return None
-    return record.result if files_are_whole(store, directory, record.result.files) else None
 
 
 def _with_new_key(

@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from tensorize_assets.assets.lora_adapters import local_adapter
+from tensorize_assets.assets.snapshots import local_adapter
 from tensorize_assets.assets.target import (
     failures,
     require_one_build,

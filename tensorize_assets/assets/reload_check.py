@@ -1,14 +1,14 @@
 """reload_check: the artifact loaded as it will be served, and compared with its source."""
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import dagster as dg
 from pydantic import JsonValue
 
+from tensorize_assets.assets.encrypting import data_key
 from tensorize_assets.assets.reference_outputs import read_reference
 from tensorize_assets.assets.target import (
     Target,
@@ -16,7 +16,7 @@ from tensorize_assets.assets.target import (
     require_one_build,
     target_of,
 )
-from tensorize_assets.core import channel, compare, sealing
+from tensorize_assets.core import channel, compare
 from tensorize_assets.core.errors import EvidenceError, TensorizeAssetsError
 from tensorize_assets.core.evidence import (
     CheckOutcome,
@@ -34,7 +34,7 @@ from tensorize_assets.core.records import (
     ReloadRecord,
 )
 from tensorize_assets.core.store import Store
-from tensorize_assets.core.tasks import DATA_KEY, ReferenceResult, ReloadRequest, ReloadResult
+from tensorize_assets.core.tasks import ReferenceResult, ReloadRequest, ReloadResult
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.keyring import KeyringResource
@@ -118,7 +118,8 @@ def reload_check(
                             "reference_outputs again"
                         )
                     handed_over = artifact_store.hand_over(target.root)
-                    with _data_key(store, keyring, stored) as secrets:
+                    encryption = stored.manifest.encryption
+                    with data_key(store, keyring, encryption and encryption.key_id) as secrets:
                         reload = launcher.run(
                             context,
                             _request(target, stored, place, handed_over),
@@ -182,20 +183,6 @@ def _together(reloaded: Sequence[_Reloaded]) -> tuple[CheckOutcome, ...]:
             )
         )
     return tuple(checks)
-
-
-@contextmanager
-def _data_key(
-    store: Store, keyring: KeyringResource, stored: StoredManifest
-) -> Generator[dict[str, bytes]]:
-    """The secrets of a worker that loads this artifact; none for a plaintext one."""
-    encryption = stored.manifest.encryption
-    if encryption is None:
-        yield {}
-        return
-    private, trusted = keyring.private(), keyring.trusted()
-    with sealing.unseal(store, encryption.key_id, private, trusted=trusted) as data_key:
-        yield {DATA_KEY: data_key.reveal()}
 
 
 def _request(
@@ -379,6 +366,10 @@ def _figures_of(evidence: Evidence) -> _Metadata:
         answers = check.metadata.get("answers")
         if isinstance(answers, list) and answers and isinstance(answers[0], dict):
             metadata["first_answer"] = f"{answers[0]['prompt']}{answers[0]['answer']}"
+        with_adapters = cast("list[dict[str, str]]", check.metadata.get("adapter_answers", []))
+        # Backwards: the one that stays is the adapter's first.
+        for said in reversed(with_adapters):
+            metadata[f"first_answer_with_{said['adapter']}"] = f"{said['prompt']}{said['answer']}"
     load = evidence.load
     if load is not None:
         metadata |= {

@@ -1,26 +1,20 @@
 """tensorized_shards: one tensorizer file for each tensor-parallel rank."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import NamedTuple
-
 import dagster as dg
 
-from tensorize_assets.assets.encrypted_shards import encrypt, files_are_whole, worker_metadata
+from tensorize_assets.assets.earlier import Earlier, stored_before, under_earlier_key
+from tensorize_assets.assets.encrypting import data_key, encrypt, worker_metadata
 from tensorize_assets.assets.target import (
     Target,
     failures,
     require_one_build,
     target_of,
 )
-from tensorize_assets.core import build_keys, hub, jsonio, sealing
-from tensorize_assets.core.build import build_id
-from tensorize_assets.core.errors import StoreError
+from tensorize_assets.core import hub, sealing
 from tensorize_assets.core.manifest import Manifest, ShardEntry, read_manifest
 from tensorize_assets.core.records import EncryptedBuild, ShardsRecord, SnapshotRecord
-from tensorize_assets.core.sealing import SealingError
 from tensorize_assets.core.store import Store
-from tensorize_assets.core.tasks import DATA_KEY, ShardRequest, ShardResult, TensorFile
+from tensorize_assets.core.tasks import ShardRequest, ShardResult, TensorFile
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
@@ -64,9 +58,17 @@ def tensorized_shards(
             result = _from_manifest(done.manifest)
             context.log.info(f"{store.uri(directory)} is complete: nothing to build")
         elif (
-            earlier := _stored_before(store, artifact_store, target, hf_snapshot, directory)
+            earlier := stored_before(
+                ShardsRecord,
+                "tensorized_shards",
+                store,
+                artifact_store,
+                target,
+                hf_snapshot,
+                directory,
+            )
         ) is not None:
-            result = earlier
+            result = earlier.result
             context.log.info("the shards of an earlier, interrupted run are whole: kept")
         elif (
             hidden is not None
@@ -93,7 +95,7 @@ def tensorized_shards(
                 s3=handed_over.settings,
                 encrypted=hidden is not None,
             )
-            with data_key(store, keyring, hidden) as secrets:
+            with data_key(store, keyring, hidden and hidden.key_id) as secrets:
                 report = launcher.run(
                     context, request, ShardResult, {**handed_over.secrets, **secrets}
                 )
@@ -145,82 +147,6 @@ def _from_manifest(manifest: Manifest) -> ShardResult:
         versions=manifest.versions,
         seconds={},
     )
-
-
-def _stored_before(
-    store: Store,
-    artifact_store: StoreResource,
-    target: Target,
-    build: SnapshotRecord,
-    directory: str,
-) -> ShardResult | None:
-    """The result of an earlier run of this build, if every file of it is still what it was."""
-    # Records are in the catalog's root, also those of a one-shot build that has its own.
-    records = artifact_store.open(artifact_store.root())
-    key = target.record_key("tensorized_shards")
-    stored = records.get_bytes(key)
-    if stored is None:
-        return None
-    try:
-        record = jsonio.load_record(ShardsRecord, stored.data, records.uri(key))
-    except StoreError:
-        return None  # of another release, or damaged: built anew
-    # The folder of a one-shot build is named by its suffix, which the build id does not hold; that
-    # of an encrypted one is named by its data key, which the base build's id does not hold.
-    own = (build.build_id, build.suffix, directory)
-    if (record.build_id, record.suffix, record.directory) != own:
-        return None
-    return record.result if files_are_whole(store, directory, record.result.files) else None
-
-
-@contextmanager
-def data_key(
-    store: Store, keyring: KeyringResource, hidden: EncryptedBuild | None
-) -> Generator[dict[str, bytes]]:
-    """The secrets of a worker that writes encrypted shards; none for plaintext ones."""
-    if hidden is None:
-        yield {}
-        return
-    with sealing.unseal(
-        store, hidden.key_id, keyring.private(), trusted=keyring.trusted()
-    ) as data_key:
-        yield {DATA_KEY: data_key.reveal()}
-
-
-class Earlier(NamedTuple):
-    """The same build, complete under the data key `key_id`."""
-
-    key_id: str
-    directory: str
-    manifest: Manifest
-
-
-def under_earlier_key(
-    context: dg.AssetExecutionContext,
-    store: Store,
-    keyring: KeyringResource,
-    target: Target,
-    build: SnapshotRecord,
-    hidden: EncryptedBuild,
-) -> Earlier | None:
-    """The latest complete build of the same inputs under another data key of its history."""
-    trusted = keyring.trusted()
-    stored = build_keys.read_keys(store, target.model, target.suffix, build.build_id, trusted)
-    for choice in reversed(stored.keys.choices if stored else ()):
-        its_own = build_id(build.inputs.model_copy(update={"data_key": choice.key_id}))
-        directory = target.encrypted_directory(its_own)
-        if choice.key_id == hidden.key_id or directory == hidden.directory:
-            continue
-        found = read_manifest(store, directory, trusted)
-        if found is None or found.manifest.build_id != its_own:
-            continue
-        try:
-            sealing.unseal(store, choice.key_id, keyring.private(), trusted=trusted).wipe()
-        except SealingError as error:
-            context.log.warning(f"{store.uri(directory)} is not encrypted anew: {error}")
-            continue
-        return Earlier(choice.key_id, directory, found.manifest)
-    return None
 
 
 def _with_new_key(

@@ -57,6 +57,11 @@ def build_id(inputs: BuildInputs) -> str:
     return hashlib.sha256(data).hexdigest()[:_ID_DIGITS]
 
 
+def base_id(inputs: BuildInputs) -> str:
+    """Return the id of the plaintext build, by which an encrypted one's data keys are kept."""
+    return build_id(inputs.model_copy(update={"data_key": None}))
+
+
 def differences(old: BuildInputs, new: BuildInputs) -> tuple[str, ...]:
     """Return one line for each input that differs, such as `tensor_parallel_size: 1 → 3`."""
     before, after = _flat(old), _flat(new)

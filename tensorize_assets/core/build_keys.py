@@ -1,19 +1,24 @@
 """Which data key a build is encrypted with: a signed, numbered history, the last of which counts.
 
 A build is assigned a key before its first tensor is written, so that a run which takes up what
-another one left finds the same key. A new key is a new build.
+another one left finds the same key. A new key is a new build. `seen` is everywhere the folder in
+which this home keeps how far it has seen each history; without one, an old history that was put
+back is believed, and with it a key that was given up.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
-from typing import Annotated, Literal, NamedTuple
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, cast
 
-from pydantic import AwareDatetime, Field, field_validator, model_validator
+from pydantic import AwareDatetime, Field, JsonValue, field_validator, model_validator
 
 from tensorize_assets.core import jsonio, layout, signing
-from tensorize_assets.core.errors import ConflictError, StoreError
+from tensorize_assets.core.errors import ConflictError, HistoryError, StoreError
+from tensorize_assets.core.seen import Mark, forget, last_mark, marks, note, require_newer
 from tensorize_assets.core.store import Store
 
 
@@ -64,18 +69,27 @@ class StoredKeys(NamedTuple):
 
 
 def read_keys(
-    store: Store, model: str, suffix: str, build_id: str, trusted: Collection[str] | None
+    store: Store,
+    model: str,
+    suffix: str,
+    build_id: str,
+    trusted: Collection[str] | None,
+    seen: Path | None = None,
 ) -> StoredKeys | None:
     """Return the history of a build's data keys, or None when it has none.
 
     Raises SignatureError for a signature that is missing, wrong or not by one of the `trusted`
-    public keys (None: any), StoreError for a damaged history or that of another build.
+    public keys (None: any), StoreError for a damaged history or that of another build,
+    HistoryError for an older one than was seen.
     """
     place = layout.build_key_key(model, suffix, build_id)
-    found = store.get_bytes(place)
-    if found is None:
-        return None
     where = store.uri(place)
+    mark = last_mark(seen, where)
+    found = store.get_bytes(place)
+    remedy = f"`tensorize channel accept {model} {suffix}`"
+    if found is None:
+        require_newer(mark, where, (), remedy)
+        return None
     payload = signing.verify("build-key", found.data, trusted, where).payload
     keys = jsonio.load_record(BuildKeys, jsonio.canonical(payload, where), where)
     if (keys.model, keys.suffix, keys.build_id) != (model, suffix, build_id):
@@ -83,6 +97,9 @@ def read_keys(
             f"{where} is the record of {keys.model} {keys.suffix}, build {keys.build_id}; restore "
             "it"
         )
+    choices = cast("list[JsonValue]", payload["choices"])
+    require_newer(mark, where, choices, remedy)
+    note(seen, where, choices)
     return StoredKeys(keys, found.etag)
 
 
@@ -94,6 +111,7 @@ def assign(
     make: Callable[[], str],
     key: signing.SecretKey,
     trusted: Collection[str] | None,
+    seen: Path | None = None,
 ) -> str:
     """Return the id of the build's data key; of a build without one it is what `make` returns.
 
@@ -101,7 +119,7 @@ def assign(
 
     Raises as `read_keys` does.
     """
-    found = read_keys(store, model, suffix, build_id, trusted)
+    found = read_keys(store, model, suffix, build_id, trusted, seen)
     if found is not None:
         return found.keys.current
     choice = KeyChoice(number=1, key_id=make(), when=datetime.now(UTC), reason="first")
@@ -109,14 +127,17 @@ def assign(
     try:
         store.put_bytes(_place(keys), _signed(keys, key), if_absent=True)
     except ConflictError:
-        found = read_keys(store, model, suffix, build_id, trusted)
+        found = read_keys(store, model, suffix, build_id, trusted, seen)
         if found is None:
             raise
         return found.keys.current
+    _note(store, keys, seen)
     return keys.current
 
 
-def rotate(store: Store, stored: StoredKeys, key_id: str, key: signing.SecretKey) -> BuildKeys:
+def rotate(
+    store: Store, stored: StoredKeys, key_id: str, key: signing.SecretKey, seen: Path | None = None
+) -> BuildKeys:
     """Make `key_id` the build's data key from now on, and return the history.
 
     Raises ConflictError when another key was chosen since `stored` was read.
@@ -132,7 +153,38 @@ def rotate(store: Store, stored: StoredKeys, key_id: str, key: signing.SecretKey
         choices=(*before.choices, choice),
     )
     store.put_bytes(_place(keys), _signed(keys, key), if_match=stored.etag)
+    _note(store, keys, seen)
     return keys
+
+
+def accept(
+    store: Store, model: str, suffix: str, trusted: Collection[str] | None, seen: Path
+) -> tuple[Mark, ...]:
+    """Believe every history of a model and suffix as it is, also one that is gone.
+
+    Returns what was seen before of those that were refused until now.
+
+    Raises SignatureError and StoreError as `read_keys` does.
+    """
+    accepted: list[Mark] = []
+    for mark in marks(seen):
+        build = mark.where.removesuffix(".json")[-12:]
+        if not re.fullmatch(r"[0-9a-f]{12}", build):
+            continue
+        if mark.where != store.uri(layout.build_key_key(model, suffix, build)):
+            continue
+        try:
+            read_keys(store, model, suffix, build, trusted, seen)
+        except HistoryError:
+            forget(seen, mark.where)
+            read_keys(store, model, suffix, build, trusted, seen)
+            accepted.append(mark)
+    return tuple(accepted)
+
+
+def _note(store: Store, keys: BuildKeys, seen: Path | None) -> None:
+    choices = cast("list[JsonValue]", jsonio.dump_record(keys)["choices"])
+    note(seen, store.uri(_place(keys)), choices)
 
 
 def _place(keys: BuildKeys) -> str:

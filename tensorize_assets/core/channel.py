@@ -171,18 +171,22 @@ def append(
     encrypted: EncryptedVariant | None = None,
     when: datetime | None = None,
     unless: Callable[[Channel], bool] | None = None,
+    require: Callable[[], None] | None = None,
     seen: Path | None = None,
 ) -> Channel:
     """Make a build current for `vllm_version` and return the channel.
 
     Does nothing when it is current there already, with evidence of this device, or when `unless`
-    says so of the very history that would be added to. That the evidence
-    exists and passes is the caller's to verify. `when` is now unless given.
+    says so of the very history that would be added to. `require` is called after that history was
+    read, each time it is, and raises what forbids the move. That the evidence exists and passes is
+    the caller's to verify. `when` is now unless given.
 
     Raises as `read_channel` does, and ConflictError when others kept moving the channel.
     """
 
     def extend(channel: Channel | None) -> tuple[ChannelEntry, ...]:
+        if require is not None:
+            require()
         if channel is not None and unless is not None and unless(channel):
             return ()
         entries = channel.entries if channel else ()

@@ -19,6 +19,7 @@ from tensorize_assets.core.manifest import (
     Manifest,
     SignedManifest,
     manifest_sha256,
+    places,
     read_placed,
 )
 from tensorize_assets.core.store import CHUNK_BYTES, Store, digest
@@ -190,14 +191,11 @@ def directory_of(manifest: Manifest, path: str) -> str:
 
     Raises ManifestError where the end of `path` is not the place of such a manifest.
     """
-    for key in (
-        layout.artifact_dir(manifest.model, manifest.suffix, manifest.build_id),
-        layout.oneshot_dir(manifest.model, manifest.suffix),
-    ):
+    own, oneshot = places(manifest)
+    for key in (own, oneshot):
         if path.rstrip("/").endswith(f"/{key}"):
             return key
     raise ManifestError(
         f"{path} holds build {manifest.build_id} of {manifest.model} {manifest.suffix}, whose "
-        f"place is ROOT/{layout.artifact_dir(manifest.model, manifest.suffix, manifest.build_id)}; "
-        "name it there"
+        f"place is ROOT/{own}; name it there"
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import BinaryIO, cast
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from tensorize_assets.core.errors import StoreError
-from tensorize_assets.core.http_source import AbsentError, HttpSource, without_query
+from tensorize_assets.core.http_source import AbsentError, HttpSource, split_url, without_query
 from tensorize_assets.core.jsonio import MAX_BYTES
 from tensorize_assets.core.ranged import RangedReader
 from tensorize_assets.core.store import StoredObject
@@ -21,7 +21,7 @@ class HttpFolder:
     """
 
     def __init__(self, url: str, *, ca_bundle: str | None = None) -> None:
-        parts = urlsplit(url)
+        parts = split_url(url)
         if parts.query or parts.fragment:
             raise StoreError(
                 f"{without_query(url)}: the URL of a directory has no query: its files are named "

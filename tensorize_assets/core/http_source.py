@@ -6,11 +6,12 @@ import logging
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urljoin, urlsplit, urlunsplit
+from urllib.parse import SplitResult, urljoin, urlsplit, urlunsplit
 
 import urllib3
 
 from tensorize_assets.core.errors import StoreError, StoreUnavailableError
+from tensorize_assets.core.printable import quoted
 from tensorize_assets.core.ranged import (
     SIGNED,
     Stopped,
@@ -100,15 +101,25 @@ class HttpSource:
                 raw = self._pool.request(
                     "GET", url, headers=headers, preload_content=False, redirect=False
                 )
+            # Not chained: these errors may hold the whole URL.
             except (urllib3.exceptions.HTTPError, OSError) as error:
-                # Not chained: urllib3's errors may hold the whole URL.
                 raise trouble(self.uri, error) from None
+            except ValueError:
+                raise StoreError(f"{self.uri} cannot be asked for: correct the URL") from None
             target = raw.get_redirect_location()
             if not target:
                 return raw
             raw.close()
-            before, url = url, urljoin(url, target)
-            if urlsplit(url).scheme not in {"https", urlsplit(before).scheme}:
+            before = url
+            try:
+                url = urljoin(before, target)
+                parts = split_url(url)
+            except (StoreError, ValueError):
+                raise StoreError(
+                    f"{self.uri} redirects to a URL that cannot be followed; give one that "
+                    "answers by itself"
+                ) from None
+            if parts.scheme not in {"https", urlsplit(before).scheme}:
                 raise StoreError(
                     f"{self.uri} redirects to {without_query(url)}, which is not https; give a "
                     "URL that answers by itself"
@@ -118,9 +129,33 @@ class HttpSource:
         )
 
 
+def split_url(url: str) -> SplitResult:
+    """Return the parts of an http(s) URL. Raises StoreError for another, and one with a password.
+
+    A password would be in argv, in histories and in logs.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:
+        usable, parts = False, urlsplit("")
+    if not usable:
+        raise StoreError(f"{without_query(url)} is no http(s) URL; correct it")
+    if "@" in parts.netloc:
+        raise StoreError(
+            f"{without_query(url)}: its URL has a user or password before the host, which is not "
+            "used; give it without one"
+        )
+    return parts
+
+
 def without_query(url: str) -> str:
     """Return a URL as it may be shown: signatures are in queries, passwords before the host."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        # Where its parts end is not known.
+        return f"{quoted(url.partition(':')[0], 8)}:…"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
@@ -150,9 +185,7 @@ def _version(headers: Mapping[str, str]) -> str:
 
 
 def _pool(url: str, ca_bundle: str | None) -> urllib3.PoolManager:
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise StoreError(f"{without_query(url)} is no http(s) URL")
+    parts = split_url(url)
     settings: dict[str, Any] = {
         "retries": False,
         "maxsize": 16,
@@ -161,7 +194,7 @@ def _pool(url: str, ca_bundle: str | None) -> urllib3.PoolManager:
     if ca_bundle is not None:
         settings["ca_certs"] = ca_bundle
     proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and not urllib.request.proxy_bypass(parts.hostname):
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
         return urllib3.ProxyManager(proxy, **settings)
     return urllib3.PoolManager(**settings)
 

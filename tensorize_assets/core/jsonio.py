@@ -23,6 +23,7 @@ from pydantic import (
 
 from tensorize_assets.core import layout
 from tensorize_assets.core.errors import StoreError, TensorizeAssetsError
+from tensorize_assets.core.printable import printable, quoted
 
 MAX_BYTES = 64 * 1024 * 1024
 """The largest document read, in bytes: a damaged or hostile store must not fill the memory."""
@@ -137,7 +138,7 @@ def dump_record(record: Record) -> dict[str, JsonValue]:
 def describe(error: ValidationError) -> str:
     """Return pydantic's findings on one line: which field, and what is wrong with it."""
     findings = [
-        f"{'.'.join(str(part) for part in finding['loc']) or 'as a whole'}: "
+        f"{printable('.'.join(str(part)[:80] for part in finding['loc'])) or 'as a whole'}: "
         f"{finding['msg'].removeprefix('Value error, ')}"
         for finding in error.errors(include_url=False, include_context=False, include_input=False)
     ]
@@ -148,9 +149,10 @@ def describe(error: ValidationError) -> str:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} is given twice")
+        seen: set[str] = set()
+        # `add` returns None: the first key that was there already.
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {quoted(twice)} is given twice")
     return result
 
 

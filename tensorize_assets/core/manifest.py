@@ -320,15 +320,23 @@ def _from_payload(payload: dict[str, JsonValue], where: str) -> Manifest:
     return jsonio.load_record(Manifest, jsonio.canonical(payload, where), where, ManifestError)
 
 
-def _require_place(manifest: Manifest, directory: str, where: str) -> None:
-    """A valid manifest, put into another build's directory, must not speak for that build."""
+def places(manifest: Manifest) -> tuple[str, str]:
+    """Return the directories that a manifest may be of: a build's own, and a one-shot's."""
     where_to = (manifest.model, manifest.suffix)
     if manifest.encryption is None:
-        own = layout.artifact_dir(*where_to, manifest.build_id)
-        oneshot = layout.oneshot_dir(*where_to)
-    else:
-        own = layout.encrypted_dir(*where_to, manifest.build_id)
-        oneshot = layout.oneshot_encrypted_dir(*where_to)
+        return (
+            layout.artifact_dir(*where_to, manifest.build_id),
+            layout.oneshot_dir(*where_to),
+        )
+    return (
+        layout.encrypted_dir(*where_to, manifest.build_id),
+        layout.oneshot_encrypted_dir(*where_to),
+    )
+
+
+def _require_place(manifest: Manifest, directory: str, where: str) -> None:
+    """A valid manifest, put into another build's directory, must not speak for that build."""
+    own, oneshot = places(manifest)
     if directory not in (own, oneshot):
         raise ManifestError(
             f"{where} belongs to {own}: it was moved or put back; restore this directory or build "

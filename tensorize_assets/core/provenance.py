@@ -20,12 +20,18 @@ from pydantic import Field, JsonValue
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import ManifestError, SignatureError
 from tensorize_assets.core.manifest import Manifest, SignedManifest, SnapshotEntry, StoredManifest
+from tensorize_assets.core.printable import quoted
 from tensorize_assets.core.store import Reader, Store
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:x-tensorize-assets:build:1"
+
+# Whoever can write to the store chooses what is hashed, and how often, before anything is believed.
+# A statement about 10,000 files takes 2 MB.
+_MAX_BYTES = 8 * 1024 * 1024
+_MAX_SIGNATURES = 8
 
 
 class _Signature(jsonio.Record):
@@ -38,7 +44,7 @@ class Envelope(jsonio.Record):
 
     payload: str
     payloadType: Literal["application/vnd.in-toto+json"]
-    signatures: Annotated[tuple[_Signature, ...], Field(min_length=1, max_length=64)]
+    signatures: Annotated[tuple[_Signature, ...], Field(min_length=1, max_length=_MAX_SIGNATURES)]
 
 
 def statement(manifest: Manifest, sha256: str, key_id: str) -> dict[str, JsonValue]:
@@ -157,14 +163,20 @@ def verify(
     where: str = "the provenance",
 ) -> None:
     """Hold an envelope against a manifest. Raises as `check` does."""
+    if len(data) > _MAX_BYTES:
+        raise SignatureError(
+            f"{where} has {len(data)} bytes, and provenance ends at {_MAX_BYTES}; restore it, or "
+            "remove it"
+        )
     envelope = jsonio.load_record(Envelope, data, where, SignatureError)
     payload = _decoded(envelope.payload)
+    keys = _by_id(trusted)
     if payload is None or not any(
-        _is_signed(payload, signature.sig, key)
+        _is_signed(payload, signature.sig, keys[signature.keyid])
         for signature in envelope.signatures
-        for key in trusted
+        if signature.keyid in keys
     ):
-        names = ", ".join(sorted(signature.keyid for signature in envelope.signatures))
+        names = ", ".join(sorted(quoted(signature.keyid) for signature in envelope.signatures))
         raise SignatureError(
             f"{where} was changed, or is not signed by a key that is trusted here (it names {names}"
             "); restore it, or remove it"
@@ -203,13 +215,17 @@ def _snapshot(repo: str, snapshot: SnapshotEntry) -> list[JsonValue]:
     return found
 
 
-def _is_signed(payload: bytes, signature: str, key: str) -> bool:
+def _by_id(keys: Collection[str]) -> dict[str, VerifyKey]:
+    found = [base64.b64decode(signing.check_verify_key(key)) for key in keys]
+    return {signing.key_id(key): VerifyKey(key) for key in found}
+
+
+def _is_signed(payload: bytes, signature: str, key: VerifyKey) -> bool:
     raw = _decoded(signature)
     if raw is None:
         return False
     try:
-        public = VerifyKey(base64.b64decode(signing.check_verify_key(key)))
-        public.verify(pre_authentication_encoding(payload), raw)
+        key.verify(pre_authentication_encoding(payload), raw)
     except (BadSignatureError, ValueError):
         return False
     return True

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from tensorize_assets.core import channel, layout
+from tensorize_assets.core import build_keys, channel, layout
+from tensorize_assets.core.build import base_id
 from tensorize_assets.core.channel import Channel, ChannelEntry, EncryptedVariant
-from tensorize_assets.core.errors import EvidenceError, ManifestError
+from tensorize_assets.core.errors import BuildMismatchError, EvidenceError, ManifestError
 from tensorize_assets.core.evidence import read_evidence
-from tensorize_assets.core.manifest import StoredManifest, read_manifest
+from tensorize_assets.core.manifest import Manifest, StoredManifest, read_manifest
 from tensorize_assets.core.signing import SecretKey
 from tensorize_assets.core.store import Store
 
@@ -40,16 +41,24 @@ def publish(
     Raises:
         ManifestError: no valid manifest, or of another build, or a file has another size.
         EvidenceError: no evidence of a reload on `device`, or it did not pass.
+        BuildMismatchError: its data key was changed since.
         ConflictError: others kept moving the channel.
-        HistoryError: the channel is older than was seen here.
+        HistoryError: the channel, or the history of its data keys, is older than was seen here.
     """
     stored = require_manifest(store, directory, build_id, trusted)
+    manifests = [stored.manifest]
     version = stored.manifest.inputs.vllm
     require_evidence(store, stored, device, version, trusted)
     if encrypted is not None:
         other = require_manifest(store, encrypted.directory, encrypted.build_id, trusted)
         require_same(store, other, encrypted.directory, encrypted.manifest_sha256)
         require_evidence(store, other, device, version, trusted)
+        manifests.append(other.manifest)
+
+    def require_current_keys() -> None:
+        for manifest in manifests:
+            _require_current_key(store, manifest, trusted, seen)
+
     moved = channel.append(
         store,
         key,
@@ -65,8 +74,31 @@ def publish(
         encrypted=encrypted,
         seen=seen,
         unless=lambda history: not republish and _rolled_back(history, build_id, version),
+        # Asked of each history read, as `unless` is: a run with the new key then moves the channel
+        # after this one, or has this one read it again.
+        require=require_current_keys,
     )
     return moved.current_for(version) or moved.current
+
+
+def _require_current_key(
+    store: Store, manifest: Manifest, trusted: Collection[str] | None, seen: Path | None
+) -> None:
+    """Refuse a build whose data key was given up while it was under way; a rollback may take it.
+
+    Raises BuildMismatchError. A build without a history of keys, such as a copy, passes.
+    """
+    key_id = manifest.inputs.data_key
+    if key_id is None:
+        return
+    model, suffix, base = manifest.model, manifest.suffix, base_id(manifest.inputs)
+    stored = build_keys.read_keys(store, model, suffix, base, trusted, seen)
+    if stored is not None and stored.keys.current != key_id:
+        raise BuildMismatchError(
+            f"{model} {suffix}: build {manifest.build_id} is encrypted with data key {key_id}, and "
+            f"{stored.keys.current} has taken its place meanwhile; materialize this partition from "
+            "hf_snapshot on, which encrypts with that one"
+        )
 
 
 def _rolled_back(history: Channel, build_id: str, vllm_version: str) -> bool:

@@ -24,6 +24,7 @@ import tenacity
 import urllib3
 
 from tensorize_assets.core.errors import StoreError, StoreUnavailableError
+from tensorize_assets.core.printable import quoted
 from tensorize_assets.core.s3 import like
 
 PART_BYTES = 16 * 1024 * 1024
@@ -416,15 +417,15 @@ def replaced(uri: str) -> StoreError:
     )
 
 
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
 def total_of(uri: str, content_range: str | None) -> int:
     match = _CONTENT_RANGE.fullmatch(content_range or "")
     if match is None:
         raise StoreError(
-            f"{uri}: the server knows no ranges (Content-Range: {content_range}); serve the object "
-            "from one that does"
+            f"{uri}: the server knows no ranges (Content-Range: "
+            f"{quoted(content_range or '')}); serve the object from one that does"
         )
     return int(match[3])
 
@@ -435,6 +436,6 @@ def require_range(
     expected = f"bytes {start}-{start + len(buffer) - 1}/{size}"
     if content_range != expected:
         raise StoreError(
-            f"{uri}: asked for {expected}, the server sent {content_range}; was the object "
-            "replaced while it was read?"
+            f"{uri}: asked for {expected}, the server sent {quoted(content_range or '')}; "
+            "was the object replaced while it was read?"
         )

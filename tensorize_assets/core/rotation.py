@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tensorize_assets.core import build_keys, layout, sealing
-from tensorize_assets.core.build import build_id
+from tensorize_assets.core.build import base_id
 from tensorize_assets.core.channel import read_channel
 from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.manifest import Manifest, read_manifest
@@ -62,7 +62,7 @@ def published(
             "no data key to change; set `encryption` in its profile and build it"
         )
     return Published(
-        base_id=build_id(manifest.inputs.model_copy(update={"data_key": None})),
+        base_id=base_id(manifest.inputs),
         build_id=manifest.build_id,
         directory=directory,
         key_id=manifest.encryption.key_id,
@@ -84,20 +84,21 @@ def begin(
     """Make a new data key, sealed to `recipients`, the current one of the published build.
 
     The build follows, by any run of its chain. Until it is published no other key is made: then
-    this returns the one that was.
+    this returns the one that was, unless somebody could open that one who is no recipient now.
 
     Raises as `published` does; SealingError when `own` could not open the new key, or the old one
     where the build's tensors are to be had with it only; ConflictError when another one rotates.
     """
     old = published(store, model, suffix, trusted, seen)
-    stored = build_keys.read_keys(store, model, suffix, old.base_id, trusted)
+    stored = build_keys.read_keys(store, model, suffix, old.base_id, trusted, seen)
     if stored is None:
         raise StoreError(
             f"{store.uri(layout.build_key_key(model, suffix, old.base_id))} is gone, which says "
             f"that build {old.base_id} has data key {old.key_id}; restore it"
         )
-    if stored.keys.current != old.key_id:
-        return Rotation(old, stored.keys.current, made=False)
+    begun = stored.keys.current
+    if begun != old.key_id and _opened_by_none_but(store, begun, recipients, trusted):
+        return Rotation(old, begun, made=False)
     if own.public_key not in recipients.values():
         raise SealingError(
             f"{model} {suffix}: this home could not open what it encrypts, to reload it; add its "
@@ -107,5 +108,14 @@ def begin(
         sealing.unseal(store, old.key_id, own, trusted=trusted).wipe()
     made = sealing.new_data_key(store, recipients, key)
     made.data_key.wipe()
-    build_keys.rotate(store, stored, made.key_id, key)
+    build_keys.rotate(store, stored, made.key_id, key, seen)
     return Rotation(old, made.key_id, made=True)
+
+
+def _opened_by_none_but(
+    store: Store, key_id: str, recipients: Mapping[str, str], trusted: Collection[str] | None
+) -> bool:
+    """Whether a data key was never sealed to anybody else: who was removed may have kept it."""
+    record = sealing.read_record(store, key_id, trusted).record
+    ever = {one.public_key for change in record.changes for one in change.added}
+    return ever <= set(recipients.values())

@@ -308,8 +308,16 @@ def load_private_key(path: Path | None = None) -> PrivateKey:
     neither file nor variable.
     """
     if path is not None:
-        with _file_errors("read the private key", path):
-            text = read_private(path, "private key", SealingError)
+        try:
+            with _file_errors("read the private key", path):
+                text = read_private(path, "private key", SealingError)
+        except SealingError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            raise SealingError(
+                f"there is no private key {path}; give its path, or make a pair with `tensorize "
+                "keys generate` and put its public key among the catalog's `recipients`"
+            ) from None
         return _key_from_text(text, f"file {path}")
     if text := os.environ.get(PRIVATE_KEY_VARIABLE, "").strip():
         return _key_from_text(text, f"environment variable {PRIVATE_KEY_VARIABLE}")
@@ -532,6 +540,13 @@ def _record_change(
         _name_of(found.record, private_key)
         current = found.record.recipients
         wanted = to_be(found.record)
+        if private_key.public_key not in wanted.values():
+            # The one key that is known to open it: nobody may have the others' private halves.
+            raise SealingError(
+                f"data key {key_id}: whoever changes its recipients stays one of them, or a wrong "
+                "public key would lose it for good; let another recipient remove this one "
+                f"({_name_of(found.record, private_key)})"
+            )
         if wanted == current:
             return found
         changes = found.record.changes

@@ -8,7 +8,8 @@ it saw of each history, and what led to it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from typing import Annotated
 from pydantic import AwareDatetime, Field, JsonValue
 
 from tensorize_assets.core import jsonio, layout
-from tensorize_assets.core.errors import ConflictError, HistoryError
+from tensorize_assets.core.errors import ConflictError, HistoryError, StoreError
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.store import StoredObject
 
@@ -42,6 +43,14 @@ def last_mark(folder: Path | None, where: str) -> Mark | None:
         return None
     found = _read(folder, where)
     return _load(found, folder, where) if found else None
+
+
+def marks(folder: Path) -> Iterator[Mark]:
+    """All that was seen, but for damaged marks: of what they are is not known any more."""
+    for key in LocalStore(folder).list(""):
+        with suppress(StoreError):
+            if found := LocalStore(folder).get_bytes(key):
+                yield jsonio.load_record(Mark, found.data, str(folder / key))
 
 
 def require_newer(mark: Mark | None, where: str, entries: Sequence[JsonValue], remedy: str) -> None:
@@ -90,10 +99,13 @@ def note(folder: Path | None, where: str, entries: Sequence[JsonValue]) -> None:
 
 
 def forget(folder: Path, where: str) -> Mark | None:
-    """Return what was seen of a history, and keep it no longer."""
-    found = _read(folder, where)
+    """Return what was seen of a history, None for a damaged mark too, and keep it no longer."""
+    try:
+        mark = last_mark(folder, where)
+    except StoreError:
+        mark = None
     LocalStore(folder).delete(layout.seen_key(where))
-    return _load(found, folder, where) if found else None
+    return mark
 
 
 def _read(folder: Path, where: str) -> StoredObject | None:

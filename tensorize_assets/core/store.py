@@ -175,7 +175,9 @@ def open_store(root: str, access: S3Access | None = None) -> Store:
     from tensorize_assets.core.local_store import LocalStore
 
     path = Path(root).expanduser().absolute()
-    if path.exists() and not path.is_dir():
+    with explained("look into", str(path)):
+        wrong = path.exists() and not path.is_dir()
+    if wrong:
         raise StoreError(f"root {path} is not a folder; set `root` in the catalog to one")
     return LocalStore(path)
 

@@ -43,10 +43,12 @@ _FOLDER_VERBS = {
 
 def check_folder(root: Path) -> StoreReport:
     """Try every verb on a folder. Raises StoreError for what is none."""
-    if root.exists() and not root.is_dir():
+    with explained_file("look into", str(root)):
+        wrong = root.exists() and not root.is_dir()
+        made = [path for path in (root, *root.parents) if not path.exists()]
+    if wrong:
         raise StoreError(f"root {root} is not a folder; give one")
     tried = Tried(_explain_file)
-    made = [path for path in (root, *root.parents) if not path.exists()]
     folder = root / f"{layout.HIDDEN_PREFIX}check-{uuid.uuid4().hex}"
     left: list[str] = []
     try:

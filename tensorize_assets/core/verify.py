@@ -7,7 +7,9 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from tensorize_assets.core import jsonio, layout, provenance
 from tensorize_assets.core.errors import (
@@ -19,7 +21,8 @@ from tensorize_assets.core.errors import (
 from tensorize_assets.core.http_folder import HttpFolder
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest, read_placed, read_unplaced
-from tensorize_assets.core.store import Reader, Store, digest
+from tensorize_assets.core.printable import printable
+from tensorize_assets.core.store import Reader, Store, digest, explained
 
 # More streams do not read faster from one disk, and hashing takes a core each.
 _MAX_THREADS = 8
@@ -28,14 +31,18 @@ _MAX_THREADS = 8
 _MAX_REMOTE_THREADS = 2
 
 
+# Names of files and fields of documents are anybody's.
+_Printable = Annotated[str, AfterValidator(printable)]
+
+
 class Problem(jsonio.Record):
     """One thing that is wrong with a directory; `path` is relative to it."""
 
     kind: Literal[
         "manifest", "signature", "missing", "extra", "size", "hash", "unreadable", "provenance"
     ]
-    path: str
-    message: str
+    path: _Printable
+    message: _Printable
 
 
 class VerifyReport(jsonio.Record):
@@ -72,7 +79,9 @@ def verify_folder(path: Path, trusted: Collection[str] | None) -> VerifyReport:
 
     Raises StoreError when `path` is no folder.
     """
-    if not path.is_dir():
+    with explained("look into", str(path)):
+        there = path.is_dir()
+    if not there:
         raise StoreError(f"{path} is no folder; give the folder that holds {layout.MANIFEST}")
     return verify_place(LocalStore(path.absolute()), trusted)
 
@@ -134,7 +143,9 @@ def _verify(
         believed = (found.public_key,) if trusted is None else trusted
         if not provenance.check(store, directory, found, believed):
             notes.append(f"there is no {layout.PROVENANCE}")
-    except (SignatureError, ManifestError) as error:
+    except StoreUnavailableError:
+        raise
+    except (SignatureError, ManifestError, StoreError) as error:
         problems.append(Problem(kind="provenance", path=layout.PROVENANCE, message=str(error)))
     if listing is None:
         notes.append("files that the manifest does not name cannot be looked for over HTTP")

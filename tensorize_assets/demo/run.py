@@ -94,32 +94,40 @@ def demo(directory: Path, *, root: Root, everything: bool, say: Say) -> dict[str
 
 
 def show(report: dict[str, Any], out: Console) -> None:
-    """Print the demo's result as a table, and the reloaded model's own answer."""
+    """Print the demo's result as a table, and the reloaded model's own answers."""
     table = Table(title=MODEL)
     columns = ("artifact", "ranks", "bytes", "tensorize s", "load s", "from", "device", "checks")
     for name in columns:
         table.add_column(name, no_wrap=name not in ("device", "checks"), overflow="fold")
     for build in report["builds"]:
         shards, reload = build.get("tensorized_shards", {}), build.get("reload_check", {})
+        encrypted, sealed = build.get("encrypted_shards", {}), build.get("artifact", {})
         passed = sum(check["passed"] for check in build["checks"])
-        table.add_row(
-            str(build.get("directory", build["suffix"])).rpartition("/")[2],
-            str(shards.get("ranks", "")),
-            f"{shards.get('bytes', 0):,}",
-            _seconds(shards.get("worker_seconds")),
-            _seconds(reload.get("load_seconds")),
-            str(reload.get("load_source", "")),
-            f"{reload.get('device', '')} ({reload.get('device_name', '')})",
-            f"{passed} of {len(build['checks'])} passed",
-        )
+        rows = [("", sealed.get("directory", build["suffix"]), shards.get("worker_seconds"))]
+        if "encrypted_directory" in sealed:
+            rows.append(
+                ("encrypted_", sealed["encrypted_directory"], encrypted.get("worker_seconds"))
+            )
+        for kind, directory, seconds in rows:
+            table.add_row(
+                str(directory).rpartition("/")[2],
+                str(shards.get("ranks", "")),
+                f"{sealed.get(f'{kind}bytes', 0):,}",
+                _seconds(seconds),
+                _seconds(reload.get(f"{kind}load_seconds")),
+                str(reload.get(f"{kind}load_source", "")),
+                f"{reload.get('device', '')} ({reload.get('device_name', '')})",
+                f"{passed} of {len(build['checks'])} passed",
+            )
     out.print(table)
     for build in report["builds"]:
         for line in build["errors"]:
             out.print(f"{build['suffix']}: {line}", style="red", markup=False)
-    answer = report["builds"][0].get("reload_check", {}).get("first_answer")
-    if answer:
-        out.print("The reloaded model, asked:", style="bold")
-        out.print(f"  {answer}", markup=False)
+    said = report["builds"][0].get("reload_check", {})
+    for name in (name for name in said if name.startswith("first_answer")):
+        with_adapter = name.removeprefix("first_answer").replace("_", " ")
+        out.print(f"The reloaded model{with_adapter}, asked:", style="bold", markup=False)
+        out.print(f"  {said[name]}", markup=False)
     out.print(f"In the UI: make ui DAGSTER_HOME={report['home']}", markup=False)
     if report["root"].startswith("s3://"):
         out.print(

@@ -50,7 +50,7 @@ class KeyringResource(dg.ConfigurableResource["KeyringResource"]):
         return trust if trust is not None else (self.key().public_key,)
 
     def seen(self) -> Path:
-        """The folder of what was seen of each channel."""
+        """The folder of what was seen of each channel, and of each build's data keys."""
         return Path(self.seen_folder)
 
     def private(self) -> sealing.PrivateKey:

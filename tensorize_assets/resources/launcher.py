@@ -231,13 +231,12 @@ class SubprocessLauncher(dg.ConfigurableResource[Any]):
     ) -> subprocess.Popen[str]:
         # Not dg.PipesSubprocessClient: on a cancel it signals its direct child alone and waits
         # for it; vLLM's ranks are children of that child, and would keep their GPUs.
-        inherited = {key: text for key, text in os.environ.items() if key not in _NOT_INHERITED}
         secret = {} if descriptor is None else {SECRETS_VARIABLE: str(descriptor)}
         try:
             return subprocess.Popen(
                 [self._interpreter(), "-m", self.module],
                 env={
-                    **inherited,
+                    **_inherited(),
                     "NO_COLOR": "1",
                     "PYTHONUNBUFFERED": "1",
                     # A crash in native code prints where Python was.
@@ -564,6 +563,10 @@ print(json.dumps(found))
 """
 
 
+def _inherited() -> dict[str, str]:
+    return {key: text for key, text in os.environ.items() if key not in _NOT_INHERITED}
+
+
 def _installed() -> dict[str, str]:
     found: dict[str, str] = {}
     for name, distributions in _DISTRIBUTIONS.items():
@@ -579,7 +582,7 @@ def _installed_for(python: str, env: tuple[tuple[str, str], ...]) -> dict[str, s
     try:
         listing = subprocess.run(
             [python, "-c", _LIST_INSTALLED, *names],
-            env={**os.environ, **dict(env)},
+            env={**_inherited(), **dict(env)},
             capture_output=True,
             text=True,
             check=True,

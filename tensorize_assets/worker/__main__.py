@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -83,6 +84,8 @@ def main(
         )
         return 2
     signal.signal(signal.SIGTERM, _leave)
+    # A core dump would hold the keys.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     session.end_with_parent()
     session.secrets()
     sodium.provide()

@@ -15,6 +15,8 @@ from tensorize_assets.core.store import Store, open_store
 from tensorize_assets.worker import session
 from tensorize_assets.worker.scratch import scratch_folder
 
+_MEMORY = "/dev/shm"
+
 
 def access_of(settings: S3Settings | None) -> S3Access:
     """How S3 is reached: with the launcher's keys, without any as `core.s3.resolve` finds them.
@@ -35,23 +37,26 @@ def store_of(root: str, settings: S3Settings | None) -> Store:
 
 
 @contextmanager
-def private_folder() -> Generator[Path]:
+def private_folder(*, in_memory: bool = False) -> Generator[Path]:
     """An empty folder that no other user can enter, for what only this process may know.
 
     It is removed at the end. What a killed process left is, by the next process that has one.
+    `in_memory`: for keys, of which no disk keeps what a killed process left, where the host has
+    `/dev/shm`; it may be small.
 
     Raises:
         PreflightError: the place for such folders is not this user's alone.
     """
     user = os.getuid()
-    parent = Path(tempfile.gettempdir(), f"tensorize-assets-{user}")
+    memory = in_memory and os.access(_MEMORY, os.W_OK)
+    parent = Path(_MEMORY if memory else tempfile.gettempdir(), f"tensorize-assets-{user}")
     parent.mkdir(mode=0o700, exist_ok=True)
     # Not followed: whoever made a link there could change where it leads.
     found = parent.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
         raise PreflightError(
-            f"{parent} is where a worker keeps S3 credentials for its ranks, and others can get "
-            "into it; remove it, or chmod 700 it if it is this user's"
+            f"{parent} is where a worker keeps keys for its ranks, and others can get into it; "
+            "remove it, or chmod 700 it if it is this user's"
         )
     # Of a name of its own: two workers may check one artifact, on two devices.
     with scratch_folder(parent, f"reload-{os.getpid()}-{os.urandom(4).hex()}") as folder:

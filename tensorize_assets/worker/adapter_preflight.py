@@ -293,6 +293,8 @@ def _tensors(path: Path, where: str) -> dict[str, torch.Tensor]:
         and isinstance(tensor, torch.Tensor)
         and tensor.layout == torch.strided
         and tensor.device.type == "cpu"
+        # Negative or conjugate only by a mark, which no file of tensors can hold.
+        and not (tensor.is_neg() or tensor.is_conj())
         for name, tensor in found.items()
     ):
         raise PreflightError(

@@ -194,22 +194,19 @@ def _served(request: ReloadRequest, progress: Progress) -> Iterator[_Served]:
     name = layout.tensorizer_uri_name(request.tensor_parallel_size)
     local = store.local_path(request.directory)
     with ExitStack() as stack:
-        keyfile = None
-        if request.encrypted:
-            keyfile = _keyfile(stack.enter_context(private_folder()), request)
+        secrets = stack.enter_context(private_folder(in_memory=True))
+        keyfile = _keyfile(secrets, request) if request.encrypted else None
         if local is not None:
             progress.update("hashing the artifact's small files")
             _hold(store, request)
             yield _Served(str(local), f"{local}/{name}", keyfile)
             return
         access = access_of(request.s3)
-        private = stack.enter_context(private_folder())
-        # Of its own: what vLLM takes for the model holds no keys.
-        folder = private / "model"
+        folder = stack.enter_context(private_folder()) / "model"
         folder.mkdir()
         progress.update("fetching the artifact's small files")
         _hold(store, request, folder)
-        path = private / "s3-access.json"
+        path = secrets / "s3-access.json"
         access.write(path)
         base = access.settings.reload_url
         if base is None or base == "presigned":

@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 import tensorize_assets.definitions
 from tensorize_assets import cli
-from tensorize_assets.core import build_keys, rotation, sealing
-from tensorize_assets.core.errors import StoreError
+from tensorize_assets.assets import published as publishing
+from tensorize_assets.core import build_keys, layout, rotation, sealing
+from tensorize_assets.core.channel import ChannelEntry
+from tensorize_assets.core.errors import HistoryError, StoreError
 from tensorize_assets.core.manifest import read_manifest
 from tensorize_assets.core.rotation import Rotation
 from tensorize_assets.core.sealing import PrivateKey, SealingError
@@ -159,6 +161,73 @@ def test_what_was_begun_is_completed_with_the_same_key(
     assert begun.new_key_id == published(home).key_id
     assert keys == data_keys(home)
     assert begin(home).made
+
+
+def test_a_key_that_was_begun_is_not_used_when_someone_is_removed_meanwhile(
+    make_home: MakeHome,
+) -> None:
+    """Rotating is how they are shut out, and they may have kept the key that was begun."""
+    home = make_home("only")
+    own, other = private(home).public_key, sealing.PrivateKey(bytes(range(32))).public_key
+    begun = begin(home, recipients={"home": own, "other": other})
+    again = begin(home)
+    assert again.made
+    assert begun.new_key_id != again.new_key_id
+    assert (again.new_key_id, False) == begin(home)[1:]
+
+
+@pytest.mark.parametrize("encryption", ["both", "only"])
+def test_a_data_key_that_was_given_up_does_not_come_back(
+    make_home: MakeHome, tmp_path: Path, encryption: str
+) -> None:
+    """Who can write to the store puts back the signed choice of the old key: no run follows it."""
+    home = make_home(encryption)
+    place = layout.build_key_key(MODEL, "v1", published(home).base_id)
+    before = home.store.get_bytes(place).data
+    begun = begin(home)
+    assert {} == run(home, tmp_path / "starts").failures
+    home.store.put_bytes(place, before)
+    failed = home.run(launcher=NO_WORKER).failures
+    assert "ends at entry 1, but entry 2 was seen here" in failed["hf_snapshot"]
+    assert f"`tensorize channel accept {MODEL} v1`" in failed["hf_snapshot"]
+    with pytest.raises(HistoryError, match="an old one was put back"):
+        begin(home, seen=home.folder / "seen")
+    assert begun.new_key_id == published(home).key_id
+
+
+def test_a_rotation_is_seen_before_any_run_follows(make_home: MakeHome) -> None:
+    """The choice may be put back at once."""
+    home = make_home("only")
+    place = layout.build_key_key(MODEL, "v1", published(home).base_id)
+    before = home.store.get_bytes(place).data
+    begin(home, seen=home.folder / "seen")
+    home.store.put_bytes(place, before)
+    failed = home.run(launcher=NO_WORKER).failures
+    assert "ends at entry 1, but entry 2 was seen here" in failed["hf_snapshot"]
+
+
+@pytest.mark.parametrize("encryption", ["both", "only"])
+def test_a_run_under_way_does_not_bring_the_old_key_back(
+    make_home: MakeHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encryption: str
+) -> None:
+    """It comes to publish what it built with the old key when the new one is out already."""
+    home = make_home(encryption)
+    at_once = publishing.publish
+
+    def rotated_meanwhile(*given: Any, **fields: Any) -> ChannelEntry:
+        monkeypatch.setattr(publishing, "publish", at_once)
+        begin(home)
+        assert {} == run(home, tmp_path / "starts").failures
+        return at_once(*given, **fields)
+
+    old = published(home)
+    monkeypatch.setattr(publishing, "publish", rotated_meanwhile)
+    failed = home.run(launcher=NO_WORKER).failures
+    assert f"is encrypted with data key {old.key_id}" in failed["published"]
+    assert "materialize this partition from hf_snapshot on" in failed["published"]
+    assert old.key_id != published(home).key_id
+    assert [1, 2] == [entry.number for entry in home.channel()]
+    assert {} == home.run(launcher=NO_WORKER).failures
 
 
 def test_a_killed_worker_leaves_the_channel_and_the_next_run_completes(

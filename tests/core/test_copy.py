@@ -13,11 +13,12 @@ import pytest
 
 from tensorize_assets.core import layout, signing
 from tensorize_assets.core import manifest as manifests
+from tensorize_assets.core.build import build_id
 from tensorize_assets.core.copy import copy_build, directory_of
 from tensorize_assets.core.errors import EvidenceError, ManifestError, StoreError
 from tensorize_assets.core.evidence import Evidence, encode, write_evidence
 from tensorize_assets.core.local_store import LocalStore
-from tensorize_assets.core.manifest import FileEntry, Manifest
+from tensorize_assets.core.manifest import EncryptionEntry, FileEntry, Manifest
 from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings
 from tensorize_assets.core.store import Store, open_store
 from tensorize_assets.core.verify import verify_directory
@@ -269,6 +270,19 @@ def test_the_place_of_an_artifact_is_the_end_of_its_path() -> None:
         assert key == directory_of(manifest, path)
     with pytest.raises(ManifestError, match="name it there"):
         directory_of(manifest, "/somewhere/else")
+
+
+def test_an_encrypted_artifact_has_a_place_of_its_own() -> None:
+    """Its name ends in another word than the plaintext's, and it is copied as that one is."""
+    golden = manifests.decode(GOLDEN.read_bytes(), TRUSTED)
+    inputs = golden.inputs.model_copy(update={"data_key": "0" * 16})
+    encryption = EncryptionEntry(key_id="0" * 16)
+    changes = {"inputs": inputs, "build_id": build_id(inputs), "encryption": encryption}
+    manifest = golden.model_copy(update=changes)
+    key = layout.encrypted_dir(manifest.model, manifest.suffix, manifest.build_id)
+    assert key == directory_of(manifest, f"/a/{key}")
+    with pytest.raises(ManifestError, match="-encrypted; name it there"):
+        directory_of(manifest, f"/a/{key.removesuffix('-encrypted')}")
 
 
 @pytest.fixture

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tensorize_assets.core import channel, layout, signing
+from tensorize_assets.core import build_keys, channel, layout, signing
 from tensorize_assets.core import manifest as manifests
-from tensorize_assets.core.build import build_id
-from tensorize_assets.core.channel import ChannelEntry
+from tensorize_assets.core.build import base_id, build_id
+from tensorize_assets.core.channel import ChannelEntry, EncryptedVariant
 from tensorize_assets.core.errors import (
+    BuildMismatchError,
     EvidenceError,
+    HistoryError,
     ManifestError,
     SignatureError,
     StoreError,
@@ -25,6 +28,7 @@ from tensorize_assets.core.evidence import CheckOutcome, Evidence, LoadFigures, 
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest
 from tensorize_assets.core.publish import publish, roll_back
+from tensorize_assets.core.store import StoredObject
 
 KEY = signing.SecretKey(bytes(range(32)))
 STRANGER = signing.SecretKey(bytes(range(1, 33)))
@@ -52,9 +56,12 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
-def seal(store: LocalStore, commit: str = "a", *, vllm: str = "0.31.0") -> Build:
+def seal(
+    store: LocalStore, commit: str = "a", *, vllm: str = "0.31.0", data_key: str | None = None
+) -> Build:
     """A build of the commit named by one letter, without evidence."""
-    inputs = GOLDEN.inputs.model_copy(update={"commit": commit * 40, "vllm": vllm})
+    fields = {"commit": commit * 40, "vllm": vllm, "data_key": data_key}
+    inputs = GOLDEN.inputs.model_copy(update=fields)
     files = [
         FileEntry(path=path, size=len(data), sha256=hashlib.sha256(data).hexdigest())
         for path, data in CONTENT.items()
@@ -66,9 +73,11 @@ def seal(store: LocalStore, commit: str = "a", *, vllm: str = "0.31.0") -> Build
             "build_id": build_id(inputs),
             "snapshot": {**GOLDEN.snapshot.model_dump(), "commit": inputs.commit},
             "files": files,
+            "encryption": data_key and {"key_id": data_key},
         }
     )
-    directory = layout.artifact_dir(manifest.model, SUFFIX, manifest.build_id)
+    folder = layout.encrypted_dir if data_key else layout.artifact_dir
+    directory = folder(manifest.model, SUFFIX, manifest.build_id)
     for path, data in CONTENT.items():
         store.put_bytes(layout.file_key(directory, path), data)
     data = manifests.encode(manifest, KEY)
@@ -103,9 +112,11 @@ def evidence(build: Build, **fields: Any) -> Evidence:
     )
 
 
-def build(store: LocalStore, commit: str = "a", *, vllm: str = "0.31.0") -> Build:
+def build(
+    store: LocalStore, commit: str = "a", *, vllm: str = "0.31.0", data_key: str | None = None
+) -> Build:
     """A build of a commit, with evidence that passed."""
-    made = seal(store, commit, vllm=vllm)
+    made = seal(store, commit, vllm=vllm, data_key=data_key)
     write_evidence(store, KEY, evidence(made, vllm_version=vllm))
     return made
 
@@ -400,3 +411,128 @@ def test_a_rollback_to_nothing_is_refused(store: LocalStore) -> None:
     with pytest.raises(StoreError, match="is current already"):
         rolled_back(store, made)
     assert [("a", "publish")] == history(store)
+
+
+# Data keys that were changed
+
+
+OLD_KEY, NEW_KEY = "1" * 16, "2" * 16
+BASE = base_id(GOLDEN.inputs.model_copy(update={"commit": "a" * 40}))
+
+
+def assign(store: LocalStore, seen: Path | None = None) -> None:
+    build_keys.assign(store, GOLDEN.model, SUFFIX, BASE, lambda: OLD_KEY, KEY, TRUSTED, seen)
+
+
+def rotate(store: LocalStore, seen: Path | None = None) -> None:
+    stored = build_keys.read_keys(store, GOLDEN.model, SUFFIX, BASE, TRUSTED, seen)
+    assert stored
+    build_keys.rotate(store, stored, NEW_KEY, KEY, seen)
+
+
+def by_itself(store: LocalStore, key_id: str) -> tuple[Build, dict[str, Any]]:
+    """With `encryption: only`."""
+    return build(store, data_key=key_id), {}
+
+
+def beside_plaintext(store: LocalStore, key_id: str) -> tuple[Build, dict[str, Any]]:
+    """With `encryption: both`."""
+    other = build(store, data_key=key_id)
+    encrypted = EncryptedVariant(
+        build_id=other.id, directory=other.directory, manifest_sha256=other.manifest_sha256
+    )
+    return build(store), {"encrypted": encrypted}
+
+
+Variant = Callable[[LocalStore, str], tuple[Build, dict[str, Any]]]
+VARIANTS = pytest.mark.parametrize("variant", [by_itself, beside_plaintext])
+
+
+@VARIANTS
+def test_a_build_whose_key_was_changed_is_refused(store: LocalStore, variant: Variant) -> None:
+    """A run that was under way meanwhile would bring the old key back, also as the first entry."""
+    assign(store)
+    old, its_old = variant(store, OLD_KEY)
+    rotate(store)
+    said = f"{OLD_KEY}, and {NEW_KEY} has taken its place meanwhile; materialize this partition"
+    for republish in (False, True):
+        with pytest.raises(BuildMismatchError, match=said):
+            published(store, old, **its_old, republish=republish)
+    assert [] == history(store)
+    new, its_new = variant(store, NEW_KEY)
+    assert new.id == published(store, new, **its_new).build_id
+
+
+@dataclass(frozen=True)
+class SlowStore(LocalStore):
+    """A store in which others act when the channel was read, and before it is moved."""
+
+    meanwhile: list[Callable[[], object]]
+
+    def get_bytes(self, key: str) -> StoredObject | None:
+        if key == layout.build_key_key(GOLDEN.model, SUFFIX, BASE):
+            found = super().get_bytes(key)
+            if self.meanwhile:
+                self.meanwhile.pop()()
+            return found
+        return super().get_bytes(key)
+
+
+@VARIANTS
+def test_a_key_that_is_changed_between_the_look_and_the_move_is_seen(
+    store: LocalStore, variant: Variant
+) -> None:
+    """Another run has published the new one by then: the channel is read again, and the key."""
+    assign(store)
+    old, its_old = variant(store, OLD_KEY)
+    published(store, build(store, "b"))
+
+    def others() -> None:
+        rotate(store)
+        new, its_new = variant(store, NEW_KEY)
+        published(store, new, **its_new)
+
+    with pytest.raises(BuildMismatchError, match="has taken its place"):
+        published(SlowStore(store.root, [others]), old, **its_old)
+    assert [("b", "publish"), ("a", "publish")] == history(store)
+    assert NEW_KEY == current_data_key(store)
+
+
+def current_data_key(store: LocalStore) -> str | None:
+    found = channel.read_channel(store, GOLDEN.model, SUFFIX, TRUSTED)
+    assert found
+    *_, (_, directory, _) = found.channel.current.manifests()
+    stored = manifests.read_manifest(store, directory, TRUSTED)
+    return stored and stored.manifest.inputs.data_key
+
+
+def test_a_key_that_was_put_back_publishes_nothing(store: LocalStore, tmp_path: Path) -> None:
+    """Whoever can write to the store would otherwise have the old build published by this run."""
+    seen, place = tmp_path / "seen", layout.build_key_key(GOLDEN.model, SUFFIX, BASE)
+    assign(store, seen)
+    before = store.get_bytes(place)
+    assert before
+    old, _ = by_itself(store, OLD_KEY)
+    rotate(store, seen)
+    for attack in (lambda: store.put_bytes(place, before.data), lambda: store.delete(place)):
+        attack()
+        with pytest.raises(HistoryError, match="entry 2 was seen here"):
+            published(store, old, seen=seen)
+    assert [] == history(store)
+
+
+def test_a_rollback_to_the_build_of_an_old_key_is_let(store: LocalStore) -> None:
+    """A person may need what was served before, whatever the reason for the new key."""
+    assign(store)
+    old, _ = by_itself(store, OLD_KEY)
+    published(store, old)
+    rotate(store)
+    published(store, by_itself(store, NEW_KEY)[0])
+    assert old.id == rolled_back(store).build_id
+    assert OLD_KEY == current_data_key(store)
+
+
+def test_an_encrypted_build_without_a_history_of_keys_is_published(store: LocalStore) -> None:
+    """A copy in another root has none."""
+    made, _ = by_itself(store, OLD_KEY)
+    assert made.id == published(store, made).build_id

@@ -366,6 +366,7 @@ class Manners:
     headers: dict[str, str] = field(default_factory=lambda: {"ETag": '"one"'})
     conditions: bool = True
     cut: int = 0
+    place: str | None = None
     status: int | None = None
     redirects: dict[str, str] = field(default_factory=dict[str, str])
     data: bytes = DATA
@@ -397,7 +398,7 @@ def server_with(manners: Manners, tls: ssl.SSLContext | None = None) -> Generato
             first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
             body = manners.data[first : last + 1]
             place = f"bytes {first}-{first + len(body) - 1}/{len(manners.data)}"
-            return 206, body, manners.headers | {"Content-Range": place}
+            return 206, body, manners.headers | {"Content-Range": manners.place or place}
 
         def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
             self.send_response(status)
@@ -456,8 +457,12 @@ def test_a_server_in_trouble_may_recover(status: int) -> None:
         (Manners(status=404), "does not exist"),
         (Manners(status=403), "the server refuses .403.; is the object public"),
         (Manners(status=418), "the server answered 418"),
+        (Manners(redirects={"/data": "http://[::1"}), "to a URL that cannot be followed"),
+        (Manners(redirects={"/data": "http://h:99999999/"}), "to a URL that cannot be followed"),
+        (Manners(place="bytes 0-0/" + "9" * 5000), "knows no ranges .Content-Range: 'bytes 0-0/9"),
+        (Manners(place="\x1b[2J"), r"Content-Range: '.x1b"),
     ],
-    ids=["no ranges", "absent", "forbidden", "odd"],
+    ids=["no ranges", "absent", "forbidden", "odd", "no URL", "no port", "digits", "escape"],
 )
 def test_what_a_server_refuses_is_refused_with_the_reason(manners: Manners, says: str) -> None:
     """At once: no retry helps."""

@@ -467,10 +467,12 @@ def test_only_a_recipient_changes_recipients(store: LocalStore) -> None:
     assert "a" == seals(store, key_id)
 
 
-def test_a_recipient_may_remove_themselves_but_not_the_last_one(store: LocalStore) -> None:
-    """A key that nobody opens is a build that is lost."""
+def test_who_changes_recipients_stays_one(store: LocalStore) -> None:
+    """Of them alone it is known that their private key exists; without one the build is lost."""
     key_id, key = make(store, "ab")
-    amend(store, key_id, ANNA, remove=("anna",))
+    with pytest.raises(SealingError, match=r"stays one of them.*remove this one \(anna\)"):
+        amend(store, key_id, ANNA, remove=("anna",))
+    amend(store, key_id, BERT, remove=("anna",))
     assert key == opened(store, key_id, BERT)
     with pytest.raises(SealingError, match="nobody could open the data key"):
         amend(store, key_id, BERT, remove=("bert",))
@@ -777,7 +779,10 @@ def test_a_path_that_cannot_be_used_says_so(tmp_path: Path) -> None:
         lambda: sealing.generate_private_key(tmp_path / "file/key"),
         lambda: sealing.write_keyfile(DataKey(RAW), tmp_path / "absent/key"),
     ):
-        with pytest.raises(SealingError, match=r"cannot .*; (give|choose)|never overwritten"):
+        with pytest.raises(
+            SealingError,
+            match=r"cannot .*; (give|choose)|no private key .*; give|never overwritten",
+        ):
             use()
     (tmp_path / "folder").mkdir(0o700)
     with pytest.raises(SealingError, match="Is a directory"):

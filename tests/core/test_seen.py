@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tensorize_assets.core import build_keys, jsonio, layout, seen, signing
 from tensorize_assets.core import channel as channels
-from tensorize_assets.core import jsonio, layout, seen, signing
 from tensorize_assets.core.channel import Channel
-from tensorize_assets.core.errors import HistoryError, StoreError
+from tensorize_assets.core.errors import HistoryError, SignatureError, StoreError
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.store import Store, StoredObject
 
@@ -237,3 +237,105 @@ def test_a_damaged_mark_is_named(store: LocalStore, folder: Path) -> None:
     with pytest.raises(StoreError, match="is not a valid Mark") as caught:
         read(store, folder)
     assert str(mark) in str(caught.value)
+    # Accepted, it is gone.
+    assert seen.forget(folder, store.uri(PLACE)) is None
+    read(store, folder)
+
+
+# The data keys of a build
+
+
+KEYS = layout.build_key_key(MODEL, SUFFIX, A)
+
+
+def rotated(store: Store, key_id: str, folder: Path | None = None) -> bytes:
+    """Make it the build's data key, and return the history that had another one."""
+    before = build_keys.read_keys(store, MODEL, SUFFIX, A, TRUSTED, folder)
+    old = store.get_bytes(KEYS)
+    assert before
+    assert old
+    build_keys.rotate(store, before, key_id, KEY, folder)
+    return old.data
+
+
+def current_key(store: Store, folder: Path | None) -> str:
+    return build_keys.assign(store, MODEL, SUFFIX, A, lambda: "1" * 16, KEY, TRUSTED, seen=folder)
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        (False, "ends at entry 1, but entry 2 was seen here on 2.* UTC: an old one was put back"),
+        (True, "is gone, but entry 2 was seen here"),
+    ],
+    ids=["put back", "removed"],
+)
+def test_a_data_key_that_was_given_up_does_not_come_back(
+    store: LocalStore, folder: Path, gone: bool, said: str
+) -> None:
+    """Who was shut out by the change would open all that is built from then on."""
+    assert "1" * 16 == current_key(store, folder)
+    old = rotated(store, "2" * 16, folder)
+    store.delete(KEYS)
+    if not gone:
+        store.put_bytes(KEYS, old)
+    for act in (
+        lambda: current_key(store, folder),
+        lambda: build_keys.read_keys(store, MODEL, SUFFIX, A, TRUSTED, folder),
+    ):
+        with pytest.raises(HistoryError, match=said) as caught:
+            act()
+        assert store.uri(KEYS) in str(caught.value)
+        assert "`tensorize channel accept org/tiny v1`" in str(caught.value)
+    assert gone == (store.get_bytes(KEYS) is None)
+
+
+def test_a_key_is_seen_by_who_made_it_and_by_who_reads_it(store: LocalStore, folder: Path) -> None:
+    """Each of them may be the last one here that looks before the attack."""
+    current_key(store, folder)
+    where = store.uri(KEYS)
+    seen_first = seen.last_mark(folder, where)
+    rotated(store, "2" * 16)
+    assert "2" * 16 == current_key(store, folder)
+    seen_then = seen.last_mark(folder, where)
+    assert (seen_first and seen_first.number, seen_then and seen_then.number) == (1, 2)
+
+
+def test_accepting_a_channel_accepts_its_data_keys(
+    store: LocalStore, folder: Path, tmp_path: Path
+) -> None:
+    """Those of this model and suffix in this store, gone or put back, and no others."""
+    current_key(store, folder)
+    old = rotated(store, "2" * 16, folder)
+    store.put_bytes(KEYS, old)
+    others: list[tuple[LocalStore, str, str, str]] = [
+        (store, MODEL, SUFFIX, B),
+        (store, MODEL, "v1-x", A),
+        (LocalStore(tmp_path / "elsewhere"), MODEL, SUFFIX, A),
+    ]
+    for place, model, suffix, build in others:
+        build_keys.assign(place, model, suffix, build, lambda: "3" * 16, KEY, TRUSTED, folder)
+        place.delete(layout.build_key_key(model, suffix, build))
+    accepted = build_keys.accept(store, MODEL, SUFFIX, TRUSTED, folder)
+    gone = store.uri(layout.build_key_key(MODEL, SUFFIX, B))
+    assert {(store.uri(KEYS), 2), (gone, 1)} == {(mark.where, mark.number) for mark in accepted}
+    assert "1" * 16 == current_key(store, folder)
+    assert build_keys.read_keys(store, MODEL, SUFFIX, B, TRUSTED, folder) is None
+    for place, model, suffix, build in others[1:]:
+        with pytest.raises(HistoryError, match="is gone"):
+            build_keys.read_keys(place, model, suffix, build, TRUSTED, folder)
+    assert () == build_keys.accept(store, MODEL, SUFFIX, TRUSTED, folder)
+
+
+def test_a_strangers_data_keys_are_not_accepted(store: LocalStore, folder: Path) -> None:
+    """Accepting believes an older history of ours, not one by somebody else."""
+    current_key(store, folder)
+    rotated(store, "2" * 16, folder)
+    store.delete(KEYS)
+    stranger = signing.SecretKey(bytes(range(1, 33)))
+    build_keys.assign(store, MODEL, SUFFIX, A, lambda: "4" * 16, stranger, None)
+    with pytest.raises(SignatureError):
+        build_keys.accept(store, MODEL, SUFFIX, TRUSTED, folder)
+    mark = seen.last_mark(folder, store.uri(KEYS))
+    assert mark
+    assert 2 == mark.number

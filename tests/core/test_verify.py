@@ -23,7 +23,7 @@ from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import FileEntry, Manifest
 from tensorize_assets.core.s3 import S3Access
 from tensorize_assets.core.s3_store import S3Store
-from tensorize_assets.core.store import FileDigest, digest
+from tensorize_assets.core.store import FileDigest, digest, open_store
 from tensorize_assets.core.verify import (
     VerifyReport,
     verify_directory,
@@ -285,6 +285,36 @@ def test_provenance_is_verified_where_there_is_some(
     assert verify_folder(folder, {*TRUSTED, stranger.public_key}).ok
 
 
+def test_provenance_that_cannot_be_read_is_one_problem_of_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hashes that were taken stand beside it."""
+    flip(folder / "config.json")
+    place = folder / "provenance.dsse.json"
+    place.symlink_to(GOLDEN)
+    expected = [("hash", "config.json"), ("provenance", place.name)]
+    assert expected == found(verify_folder(folder, TRUSTED))
+    place.unlink()
+    monkeypatch.setattr("tensorize_assets.core.local_store.MAX_BYTES", 100_000)
+    place.write_bytes(bytes(100_001))
+    assert expected == found(verify_folder(folder, TRUSTED))
+
+
+def test_no_name_reaches_the_terminal_as_it_is(folder: Path) -> None:
+    """It could write over what was said, or say more."""
+    name = "x\x1b[2J\r\n\u202eok: all as the manifest says"
+    (folder / name).touch()
+    (problem,) = verify_folder(folder, TRUSTED).problems
+    assert problem.path == r"x\x1b[2J\r\n\u202eok: all as the manifest says"
+    assert problem.message.isprintable()
+
+
+def test_a_path_that_the_system_refuses_is_refused(tmp_path: Path) -> None:
+    for use in (lambda p: verify_folder(p, None), lambda p: open_store(str(p))):
+        with pytest.raises(StoreError, match="cannot look into"):
+            use(tmp_path / ("a" * 5000))
+
+
 # Over HTTP
 
 
@@ -451,7 +481,17 @@ def test_https_is_verified_by_the_certificates_given(
         running.close()
 
 
-@pytest.mark.parametrize("url", ["http://h/a?token=hunter2", "http://u:hunter2@h/a#b", "http:///a"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h/a?token=hunter2",
+        "http://u:hunter2@h/a#b",
+        "http://u:hunter2@h/a",
+        "http://u:hunter2@[::1",
+        "http://h:99999999/a",
+        "http:///a",
+    ],
+)
 def test_a_url_that_names_no_directory_is_refused(url: str) -> None:
     """Its query may be a signature, which is not repeated."""
     try:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tensorize_assets.worker.access import private_folder
+
 SCRIPT = Path(__file__).parent / "scripts" / "hold_private.py"
 Worker = tuple["subprocess.Popen[str]", str]
 Start = Callable[[], Worker]
@@ -48,6 +50,14 @@ def held(worker: Worker) -> Path:
     return Path(worker[1].removeprefix("held "))
 
 
+def test_keys_are_held_where_no_disk_keeps_them() -> None:
+    """A worker killed outright removes nothing; what was on a disk stays until the next one."""
+    with private_folder(in_memory=True) as folder:
+        assert folder.is_relative_to("/dev/shm")
+        assert 0o700 == folder.parent.stat().st_mode & 0o777
+    assert not folder.exists()
+
+
 def test_no_other_user_can_enter_it(start: Start, parent: Path) -> None:
     """The file in it has the key to the whole store."""
     assert parent == held(start()).parent
@@ -79,7 +89,7 @@ def test_a_place_that_others_can_enter_is_refused(start: Start, parent: Path) ->
     """Whoever made it first in a /tmp of all would read the keys."""
     parent.mkdir()
     parent.chmod(0o755)
-    assert start()[1].startswith(f"{parent} is where a worker keeps S3 credentials")
+    assert start()[1].startswith(f"{parent} is where a worker keeps keys for its ranks")
     assert [] == list(parent.iterdir())
 
 
@@ -88,5 +98,5 @@ def test_a_link_to_another_place_is_refused(start: Start, parent: Path) -> None:
     elsewhere = parent.with_name("elsewhere")
     elsewhere.mkdir(mode=0o700)
     parent.symlink_to(elsewhere)
-    assert start()[1].startswith(f"{parent} is where a worker keeps S3 credentials")
+    assert start()[1].startswith(f"{parent} is where a worker keeps keys for its ranks")
     assert [] == list(elsewhere.iterdir())

@@ -231,6 +231,7 @@ REFUSED = [
     ("nested bin", "adapter_model.bin holds other things than names and dense tensors"),
     ("meta bin", "adapter_model.bin holds other things than names and dense tensors"),
     ("sparse bin", "adapter_model.bin holds other things than names and dense tensors"),
+    ("negative bin", "adapter_model.bin holds other things than names and dense tensors"),
     ("no json", "adapter_config.json is not a valid JSON document"),
     ("no object", "adapter_config.json is not a JSON object"),
     ("key twice", "key 'r' is given twice"),

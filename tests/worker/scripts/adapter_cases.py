@@ -368,6 +368,8 @@ def main(models: Path, out: Path, cases: Path) -> None:
     case("meta bin", adapter("meta bin", meta, weights_format="bin"))
     sparse = plain | {a: torch.ones(8, 256).to_sparse()}
     case("sparse bin", adapter("sparse bin", sparse, weights_format="bin"))
+    negative = plain | {a: torch._neg_view(torch.ones(8, 256))}
+    case("negative bin", adapter("negative bin", negative, weights_format="bin"))
     for name, text in (
         ("no json", "{"),
         ("no object", "[]"),
