@@ -42,7 +42,7 @@ from tensorize_assets.core.copy import copy_build, directory_of
 from tensorize_assets.core.errors import CatalogError, ManifestError
 from tensorize_assets.core.evidence import Evidence, read_evidence
 from tensorize_assets.core.layout import channel_key, model_folder
-from tensorize_assets.core.manifest import read_manifest, read_unplaced
+from tensorize_assets.core.manifest import Manifest, read_manifest, read_unplaced
 from tensorize_assets.core.publish import require_same, roll_back
 from tensorize_assets.core.seen import forget
 from tensorize_assets.core.store import Store, open_store
@@ -231,8 +231,16 @@ def show(model: Model, public_key: PublicKeys = None, as_json: Json = False) -> 
         table.add_row(*(_cell(row.get(str(column.header))) for column in table.columns))
     out.print(table)
     for row in rows:
-        if "directory" in row:
-            out.print(f"{row['suffix']}: {row['directory']}", markup=False, highlight=False)
+        lines = {
+            "": row.get("directory"),
+            "encrypted": row.get("encrypted_directory"),
+            "data key": row.get("data_key"),
+            "adapters": ", ".join(row.get("adapters", ())),
+        }
+        for what, line in lines.items():
+            if line:
+                name = f"{row['suffix']} {what}".rstrip()
+                out.print(f"{name}: {line}", markup=False, highlight=False)
 
 
 @app.command()
@@ -362,6 +370,8 @@ def accept(
         where = store.uri(channel_key(model, suffix))
         before = forget(seen_folder(), where)
         keys = build_keys.accept(store, model, suffix, trusted, seen_folder())
+        if not (found or before or keys):
+            raise CatalogError(f"{where} does not exist, and was never seen here; see to the names")
         # Read again, and noted.
         channel.read_channel(store, model, suffix, trusted, seen_folder())
     number = found.channel.current.number if found else None
@@ -527,9 +537,12 @@ def _channel_row(store: Store, trusted: tuple[str, ...], model: str, suffix: str
     if found is None:
         return {"suffix": suffix, "checks": "nothing published"}
     entry = found.channel.current
-    stored = read_manifest(store, entry.directory, trusted)
-    if stored is not None:
-        require_same(store, stored, entry.directory, entry.manifest_sha256)
+    variants: list[Manifest] = []
+    for _, directory, sha256 in entry.manifests():
+        stored = read_manifest(store, directory, trusted)
+        if stored is not None:
+            require_same(store, stored, directory, sha256)
+            variants.append(stored.manifest)
     evidence = read_evidence(
         store, entry.manifest_sha256, entry.device, entry.vllm_version, trusted
     )
@@ -543,9 +556,15 @@ def _channel_row(store: Store, trusted: tuple[str, ...], model: str, suffix: str
         "checks": _checks(evidence),
         "when": entry.when.isoformat(timespec="seconds"),
     }
-    if stored is not None:
-        row["TP"] = stored.manifest.tensor_parallel_size
-        row["bytes"] = sum(file.size for file in stored.manifest.files)
+    if entry.encrypted is not None:
+        row["encrypted_directory"] = store.uri(entry.encrypted.directory)
+    if variants:
+        row["TP"] = variants[0].tensor_parallel_size
+        row["bytes"] = sum(file.size for file in variants[0].files)
+        row["adapters"] = [adapter.name for adapter in variants[0].adapters]
+    for variant in variants:
+        if variant.encryption is not None:
+            row["data_key"] = variant.encryption.key_id
     if evidence is not None and evidence.load is not None:
         row["load s"] = round(evidence.load.seconds, 3)
     return row

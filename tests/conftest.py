@@ -78,3 +78,12 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
     return report
+
+
+def pytest_collection_finish() -> None:
+    """The worker sets its process's environment, and with it that of every later test's processes.
+
+    Among else it keeps huggingface_hub offline. Tests of it are scripts in processes of their own.
+    """
+    if "tensorize_assets.worker" in sys.modules:
+        raise pytest.UsageError("a test module imports tensorize_assets.worker; run it in a script")

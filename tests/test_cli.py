@@ -617,6 +617,14 @@ def test_accepting_a_channel_believes_its_builds_data_keys_too(home: Path) -> No
     assert build_keys.read_keys(store, *build, None, home / "seen") is None
 
 
+def test_accepting_a_channel_that_never_was_is_asked_wrongly(home: Path) -> None:
+    """A typo must not look like an answer."""
+    publish(home, "a" * 40)
+    done = tensorize(home, "channel", "accept", MODEL, "v2")
+    assert 2 == done.returncode
+    assert "v2.json does not exist, and was never seen here" in done.stderr
+
+
 def test_show_refuses_another_manifest_than_the_published_one(home: Path) -> None:
     """What it shows of the build must be what was published."""
     built = publish(home, "a" * 40)

@@ -442,3 +442,23 @@ def test_another_commit_is_published_with_a_key_of_its_own_and_told(
     assert 1 == done.exit_code
     assert "another build was published" in done.output
     assert published(home).key_id in done.output
+
+
+@pytest.mark.parametrize("encryption", ["both", "only"])
+def test_show_leads_from_a_build_to_its_data_key(
+    make_home: MakeHome, monkeypatch: pytest.MonkeyPatch, encryption: str
+) -> None:
+    """Who unseals or rotates asks first which key a served build has."""
+    home = make_home(encryption)
+    monkeypatch.setenv("DAGSTER_HOME", str(home.folder))
+    shutil.copy(DAGSTER_YAML, home.folder)
+    done = CliRunner().invoke(cli.app, ["show", MODEL, "--json"])
+    assert 0 == done.exit_code, done.output
+    (row,) = json.loads(done.stdout)["suffixes"]
+    served = published(home)
+    place = row["directory"] if encryption == "only" else row["encrypted_directory"]
+    assert served.key_id == row["data_key"]
+    assert place.endswith(served.directory)
+    assert [adapter["name"] for adapter in LISTED] == row["adapters"]
+    text = CliRunner().invoke(cli.app, ["show", MODEL]).stdout
+    assert f"v1 data key: {served.key_id}\n" in text

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tensorize_assets.worker.access import private_folder
-
 SCRIPT = Path(__file__).parent / "scripts" / "hold_private.py"
 Worker = tuple["subprocess.Popen[str]", str]
-Start = Callable[[], Worker]
+Start = Callable[..., Worker]
 
 
 @pytest.fixture
@@ -23,9 +21,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a process that holds a private folder, and reads what it says."""
     with ExitStack() as stack:
 
-        def begin() -> Worker:
+        def begin(*where: str) -> Worker:
             process = subprocess.Popen(
-                [sys.executable, str(SCRIPT)],
+                [sys.executable, str(SCRIPT), *where],
                 env={**os.environ, "TMPDIR": str(tmp_path)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -50,11 +48,15 @@ def held(worker: Worker) -> Path:
     return Path(worker[1].removeprefix("held "))
 
 
-def test_keys_are_held_where_no_disk_keeps_them() -> None:
+def test_keys_are_held_where_no_disk_keeps_them(start: Start) -> None:
     """A worker killed outright removes nothing; what was on a disk stays until the next one."""
-    with private_folder(in_memory=True) as folder:
-        assert folder.is_relative_to("/dev/shm")
-        assert 0o700 == folder.parent.stat().st_mode & 0o777
+    process, answer = start("memory")
+    folder = held((process, answer))
+    assert folder.is_relative_to("/dev/shm")
+    assert 0o700 == folder.parent.stat().st_mode & 0o777
+    assert process.stdin
+    process.stdin.close()
+    process.wait(10)
     assert not folder.exists()
 
 

@@ -1,4 +1,7 @@
-"""Hold a private folder until stdin ends; prints `held FOLDER`, or the error."""
+"""Hold a private folder until stdin ends: python hold_private.py [memory].
+
+Prints `held FOLDER`, or the error.
+"""
 
 import sys
 
@@ -8,7 +11,7 @@ from tensorize_assets.worker.access import private_folder
 
 def main() -> None:
     try:
-        with private_folder() as folder:
+        with private_folder(in_memory="memory" in sys.argv) as folder:
             (folder / "keys").write_text("x")
             print(f"held {folder}", flush=True)
             sys.stdin.read()
