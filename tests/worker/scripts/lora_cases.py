@@ -130,8 +130,9 @@ def reloaded(folder: Path, asked: tuple[AdapterEntry, ...], **more: object) -> d
         result = crossed(reload.run(request, Progress.silent()), ReloadResult)
     except PreflightError as error:
         result = {"refused": str(error)}
-    private = Path(tempfile.gettempdir(), f"tensorize-assets-{os.getuid()}")
-    left = [str(path) for path in private.iterdir()] if private.exists() else []
+    name = f"tensorize-assets-{os.getuid()}"
+    places = (Path(place, name) for place in ("/dev/shm", tempfile.gettempdir()))
+    left = [str(path) for place in places if place.exists() for path in place.iterdir()]
     return result | {"left": left}
 
 

@@ -224,8 +224,9 @@ def launched(server: LocalS3, request: ReloadRequest) -> ReloadResult:
 
 def private() -> set[str]:
     """What lies where workers keep keys."""
-    folder = Path(tempfile.gettempdir(), f"tensorize-assets-{os.getuid()}")
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+    name = f"tensorize-assets-{os.getuid()}"
+    places = (Path(place, name) for place in ("/dev/shm", tempfile.gettempdir()))
+    return {str(path) for place in places if place.exists() for path in place.iterdir()}
 
 
 def engines(server: LocalS3, local: Path, llama: Path, halves: Path, found: dict[str, Any]) -> None:
