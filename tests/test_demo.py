@@ -121,14 +121,14 @@ def test_the_published_directory_loads_in_stock_vllm(on_disk: dict[str, Any], fo
 
     folders = [str(folder / "snapshot"), on_disk["builds"][0]["directory"]]
     subprocess.run(
-        [sys.executable, str(STOCK), str(cases), *folders],
+        [sys.executable, str(STOCK), str(cases), str(folder / "stock"), *folders],
         env={**os.environ, **variables},
         check=True,
         capture_output=True,
         timeout=300,
     )
 
-    case = json.loads(cases.read_text())["snapshot"]
+    case = json.loads(cases.read_text())[Path(folders[1]).name]
     assert case["stored"] == case["loaded"]
     assert case["source"] == case["artifact"]
 
