@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit, urlunsplit
 import urllib3
 
 from tensorize_assets.core.errors import StoreError, StoreUnavailableError
-from tensorize_assets.core.printable import quoted
+from tensorize_assets.core.printable import printable
 from tensorize_assets.core.ranged import (
     SIGNED,
     Stopped,
@@ -155,7 +155,7 @@ def without_query(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:
         # Where its parts end is not known.
-        return f"{quoted(url.partition(':')[0], 8)}:…"
+        return f"{printable(url.partition(':')[0][:8])}:…"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
