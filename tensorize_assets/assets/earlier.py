@@ -1,15 +1,15 @@
 """What earlier runs have done of a build: before they were interrupted, or with another key."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import dagster as dg
 
 from tensorize_assets.assets.target import Target
 from tensorize_assets.core import build_keys, jsonio, layout, sealing
-from tensorize_assets.core.build import build_id
+from tensorize_assets.core.build import BuildInputs, build_id
 from tensorize_assets.core.errors import StoreError
-from tensorize_assets.core.manifest import FileEntry, Manifest, read_manifest
+from tensorize_assets.core.manifest import FileEntry, StoredManifest, read_manifest
 from tensorize_assets.core.records import (
     AdaptersRecord,
     EncryptedBuild,
@@ -66,11 +66,28 @@ def _are_whole(store: Store, directory: str, files: Sequence[FileEntry]) -> bool
 
 
 class Earlier(NamedTuple):
-    """The same build, complete under the data key `key_id`."""
+    """A build that is complete under the data key `key_id`."""
 
     key_id: str
     directory: str
-    manifest: Manifest
+    stored: StoredManifest
+
+
+def under_its_keys(
+    store: Store, keyring: KeyringResource, target: Target, inputs: BuildInputs
+) -> Iterator[Earlier]:
+    """The complete encrypted builds of these plaintext inputs, that of the latest key first."""
+    trusted = keyring.trusted()
+    found = build_keys.read_keys(
+        store, target.model, target.suffix, build_id(inputs), trusted, keyring.seen()
+    )
+    for choice in reversed(found.keys.choices if found else ()):
+        its_own = build_id(inputs.model_copy(update={"data_key": choice.key_id}))
+        directory = target.encrypted_directory(its_own)
+        stored = read_manifest(store, directory, trusted)
+        # A one-shot's directory is the same whatever its key.
+        if stored is not None and stored.manifest.build_id == its_own:
+            yield Earlier(choice.key_id, directory, stored)
 
 
 def under_earlier_key(
@@ -81,23 +98,16 @@ def under_earlier_key(
     build: SnapshotRecord,
     hidden: EncryptedBuild,
 ) -> Earlier | None:
-    """The latest complete build of the same inputs under another data key of its history."""
-    trusted = keyring.trusted()
-    stored = build_keys.read_keys(
-        store, target.model, target.suffix, build.build_id, trusted, keyring.seen()
-    )
-    for choice in reversed(stored.keys.choices if stored else ()):
-        its_own = build_id(build.inputs.model_copy(update={"data_key": choice.key_id}))
-        directory = target.encrypted_directory(its_own)
-        if choice.key_id == hidden.key_id or directory == hidden.directory:
-            continue
-        found = read_manifest(store, directory, trusted)
-        if found is None or found.manifest.build_id != its_own:
+    """The latest complete build of the same inputs under another data key that opens here."""
+    for earlier in under_its_keys(store, keyring, target, build.inputs):
+        if earlier.directory == hidden.directory:
             continue
         try:
-            sealing.unseal(store, choice.key_id, keyring.private(), trusted=trusted).wipe()
+            sealing.unseal(
+                store, earlier.key_id, keyring.private(), trusted=keyring.trusted()
+            ).wipe()
         except SealingError as error:
-            context.log.warning(f"{store.uri(directory)} is not encrypted anew: {error}")
+            context.log.warning(f"{store.uri(earlier.directory)} is not encrypted anew: {error}")
             continue
-        return Earlier(choice.key_id, directory, found.manifest)
+        return earlier
     return None

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import dagster as dg
 
+from tensorize_assets.assets.earlier import Earlier
 from tensorize_assets.assets.target import Target
 from tensorize_assets.core import sealing
 from tensorize_assets.core.records import EncryptedBuild
@@ -77,6 +78,39 @@ def encrypt(
             EncryptResult,
             secrets,
         )
+
+
+def encrypt_anew(
+    context: dg.AssetExecutionContext,
+    target: Target,
+    build: EncryptedBuild,
+    files: Sequence[TensorFile],
+    *,
+    old: Earlier,
+    store: Store,
+    artifact_store: StoreResource,
+    keyring: KeyringResource,
+    launcher: SubprocessLauncher,
+) -> tuple[EncryptResult, dict[str, int | float | str]]:
+    """Have a worker give files of `old` the data key of `build`; also what the UI shows of it."""
+    context.log.info(
+        f"{store.uri(old.directory)} is complete under data key {old.key_id}: its files are "
+        f"encrypted anew with {build.key_id}, and not made again"
+    )
+    with sealing.unseal(store, old.key_id, keyring.private(), trusted=keyring.trusted()) as old_key:
+        report = encrypt(
+            context,
+            target,
+            build,
+            files,
+            source=old.directory,
+            store=store,
+            artifact_store=artifact_store,
+            keyring=keyring,
+            launcher=launcher,
+            old_key=old_key,
+        )
+    return report.result, {"encrypted_anew_from": old.directory, **worker_metadata(report)}
 
 
 def worker_metadata(report: LaunchReport[EncryptResult]) -> dict[str, int | float | str]:

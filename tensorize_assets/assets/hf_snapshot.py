@@ -4,6 +4,7 @@ import time
 
 import dagster as dg
 
+from tensorize_assets.assets.earlier import under_its_keys
 from tensorize_assets.assets.target import (
     Target,
     failures,
@@ -78,7 +79,9 @@ def hf_snapshot(
         changed = _what_is_new(context, store, keyring, target, inputs)
         # One variant is enough, also one of an earlier data key: the others are made of it.
         whole = {place: found for place, found in stored.items() if found is not None}
-        whole = whole or _of_earlier_keys(store, keyring, target, inputs)
+        if encrypted is not None and not whole:
+            earlier = next(under_its_keys(store, keyring, target, inputs), None)
+            whole = {earlier.directory: earlier.stored} if earlier else {}
         if whole:
             known = next(iter(whole.values()))
             snapshot, adapter_records = _from_manifest(known.manifest, target)
@@ -250,23 +253,6 @@ def _stored(
                 "--suffix"
             )
     return found
-
-
-def _of_earlier_keys(
-    store: Store, keyring: KeyringResource, target: Target, inputs: BuildInputs
-) -> dict[str, StoredManifest]:
-    """The manifest of the latest encrypted build of these inputs, by its directory; or nothing."""
-    trusted = keyring.trusted()
-    keys = build_keys.read_keys(
-        store, target.model, target.suffix, build_id(inputs), trusted, keyring.seen()
-    )
-    for choice in reversed(keys.keys.choices if keys else ()):
-        its_own = build_id(inputs.model_copy(update={"data_key": choice.key_id}))
-        directory = target.encrypted_directory(its_own)
-        found = read_manifest(store, directory, trusted)
-        if found is not None and found.manifest.build_id == its_own:
-            return {directory: found}
-    return {}
 
 
 def _from_manifest(

@@ -5,10 +5,10 @@ import hashlib
 import dagster as dg
 
 from tensorize_assets.assets.earlier import Earlier, stored_before, under_earlier_key
-from tensorize_assets.assets.encrypting import data_key, encrypt, worker_metadata
+from tensorize_assets.assets.encrypting import data_key, encrypt_anew
 from tensorize_assets.assets.snapshots import local_adapter
 from tensorize_assets.assets.target import Target, failures, require_one_build, target_of
-from tensorize_assets.core import hub, layout, sealing
+from tensorize_assets.core import hub, layout
 from tensorize_assets.core.errors import ManifestError
 from tensorize_assets.core.manifest import (
     FileEntry,
@@ -157,36 +157,31 @@ def _with_new_key(
     launcher: SubprocessLauncher,
 ) -> tuple[AdaptersResult, Metadata]:
     """Encrypt the adapters of an earlier data key with this build's own."""
-    context.log.info(
-        f"{store.uri(old.directory)} is complete under data key {old.key_id}: its adapters are "
-        f"encrypted anew with {hidden.key_id}"
+    manifest = old.stored.manifest
+    adapters = manifest.adapters
+    encrypted, metadata = encrypt_anew(
+        context,
+        target,
+        hidden,
+        [TensorFile(path=one.file, tensors=one.tensors) for one in adapters],
+        old=old,
+        store=store,
+        artifact_store=artifact_store,
+        keyring=keyring,
+        launcher=launcher,
     )
-    adapters = old.manifest.adapters
-    with sealing.unseal(store, old.key_id, keyring.private(), trusted=keyring.trusted()) as old_key:
-        report = encrypt(
-            context,
-            target,
-            hidden,
-            [TensorFile(path=one.file, tensors=one.tensors) for one in adapters],
-            source=old.directory,
-            store=store,
-            artifact_store=artifact_store,
-            keyring=keyring,
-            launcher=launcher,
-            old_key=old_key,
-        )
-    configs = {file.path: file for file in old.manifest.files}
+    configs = {file.path: file for file in manifest.files}
     for adapter in adapters:
         _copy(store, old.directory, hidden.directory, configs[adapter.config])
     result = AdaptersResult(
         adapters=tuple(
             adapter.model_copy(update={"tensors": file.tensors})
-            for adapter, file in zip(adapters, report.result.tensors, strict=True)
+            for adapter, file in zip(adapters, encrypted.tensors, strict=True)
         ),
-        files=(*report.result.files, *(configs[adapter.config] for adapter in adapters)),
-        seconds=report.result.seconds,
+        files=(*encrypted.files, *(configs[adapter.config] for adapter in adapters)),
+        seconds=encrypted.seconds,
     )
-    return result, {"encrypted_anew_from": old.directory, **worker_metadata(report)}
+    return result, {**metadata}
 
 
 def _copy(store: Store, source: str, directory: str, file: FileEntry) -> None:

@@ -3,15 +3,15 @@
 import dagster as dg
 
 from tensorize_assets.assets.earlier import Earlier, stored_before, under_earlier_key
-from tensorize_assets.assets.encrypting import data_key, encrypt, worker_metadata
+from tensorize_assets.assets.encrypting import data_key, encrypt_anew
 from tensorize_assets.assets.target import (
     Target,
     failures,
     require_one_build,
     target_of,
 )
-from tensorize_assets.core import hub, sealing
-from tensorize_assets.core.manifest import Manifest, ShardEntry, read_manifest
+from tensorize_assets.core import hub
+from tensorize_assets.core.manifest import Manifest, read_manifest
 from tensorize_assets.core.records import EncryptedBuild, ShardsRecord, SnapshotRecord
 from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import ShardRequest, ShardResult, TensorFile
@@ -160,28 +160,23 @@ def _with_new_key(
     launcher: SubprocessLauncher,
 ) -> tuple[ShardResult, dict[str, dg.MetadataValue | int | float | str | bool]]:
     """Encrypt the shards of an earlier data key with this build's own."""
-    context.log.info(
-        f"{store.uri(old.directory)} is complete under data key {old.key_id}: encrypted anew with "
-        f"{hidden.key_id}, not sharded again"
+    manifest = old.stored.manifest
+    encrypted, metadata = encrypt_anew(
+        context,
+        target,
+        hidden,
+        [TensorFile(path=one.file, tensors=one.tensors) for one in manifest.shards],
+        old=old,
+        store=store,
+        artifact_store=artifact_store,
+        keyring=keyring,
+        launcher=launcher,
     )
-    with sealing.unseal(store, old.key_id, keyring.private(), trusted=keyring.trusted()) as old_key:
-        report = encrypt(
-            context,
-            target,
-            hidden,
-            [TensorFile(path=one.file, tensors=one.tensors) for one in old.manifest.shards],
-            source=old.directory,
-            store=store,
-            artifact_store=artifact_store,
-            keyring=keyring,
-            launcher=launcher,
-            old_key=old_key,
-        )
     shards = tuple(
-        ShardEntry(rank=rank, file=file.path, tensors=file.tensors)
-        for rank, file in enumerate(report.result.tensors)
+        shard.model_copy(update={"tensors": file.tensors})
+        for shard, file in zip(manifest.shards, encrypted.tensors, strict=True)
     )
-    result = _from_manifest(old.manifest).model_copy(
-        update={"files": report.result.files, "shards": shards, "seconds": report.result.seconds}
+    result = _from_manifest(manifest).model_copy(
+        update={"files": encrypted.files, "shards": shards, "seconds": encrypted.seconds}
     )
-    return result, {"encrypted_anew_from": old.directory, **worker_metadata(report)}
+    return result, {**metadata}

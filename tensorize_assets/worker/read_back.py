@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from tensorizer import DecryptionParams, TensorDeserializer
 from tensorizer import _crypt_info as tensorizer_crypt_info
@@ -16,12 +16,9 @@ from tensorize_assets.core.manifest import TensorEntry
 from tensorize_assets.worker import secretbox
 from tensorize_assets.worker.module_tensors import MARKER
 from tensorize_assets.worker.secretbox import MAC_BYTES, Bytes
+from tensorize_assets.worker.tensor_file import END, KINDS, dtype_name
 
 _CHUNK = 8 << 20
-# A state dict's tensors, such as an adapter's, have no kind of their own.
-_KINDS: dict[int, Literal["parameter", "buffer"]] = {0: "parameter", 1: "buffer", 2: "parameter"}
-# tensorizer ends a file with the length of a header that does not come.
-_END = bytes(8)
 
 
 def read_back(
@@ -98,8 +95,8 @@ def _read(
                 marked = True
             else:
                 tensors.append(_tensor_entry(entry, name, stored.hex()))
-        end = file.read(len(_END) + 1)
-        if end != _END:
+        end = file.read(len(END) + 1)
+        if end != END:
             raise _damaged(
                 path, f"what follows its last tensor at byte {file.tell()} is not its end"
             )
@@ -165,19 +162,11 @@ def _stored_sha256(path: Path, header: Any) -> bytes:
 
 
 def _tensor_entry(entry: Any, name: str, sha256: str) -> TensorEntry:
-    # Types numpy does not have are stored as "<numpy type><separator><torch type>".
-    numpy_name, _, torch_name = entry.dtype.partition(tensorizer_format.OPAQUE_DTYPE_SEP)
     return TensorEntry(
         name=name,
-        kind=_KINDS[int(entry.type)],
-        dtype=torch_name.removeprefix("torch.") or _torch_name(numpy_name),
+        kind=KINDS[int(entry.type)],
+        dtype=dtype_name(entry.dtype),
         shape=tuple(entry.shape),
         size=entry.data_length,
         sha256=sha256,
     )
-
-
-def _torch_name(numpy_name: str) -> str:
-    import numpy
-
-    return numpy.dtype(numpy_name).name

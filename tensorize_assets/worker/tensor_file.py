@@ -51,11 +51,18 @@ _METHOD = Struct("<HQ24sQ")
 _SIZES = 18
 _NONE = 10
 
-# A state dict's tensors, such as an adapter's, have no kind of their own.
-_KINDS: dict[int, Literal["parameter", "buffer"]] = {0: "parameter", 1: "buffer", 2: "parameter"}
+KINDS: dict[int, Literal["parameter", "buffer"]] = {0: "parameter", 1: "buffer", 2: "parameter"}
+"""Of tensors, by the number in a file. A state dict's, such as an adapter's, have none: 2."""
 
 # A damaged index or header unpacks to these, or not at all.
 BROKEN = (StructError, ValueError, TypeError, KeyError)
+
+
+def dtype_name(stored: str) -> str:
+    """Return torch's name of a dtype as a file has it."""
+    # Types numpy does not have are stored as "<numpy type>\0<torch type>".
+    numpy_name, _, torch_name = stored.partition("\0")
+    return torch_name.removeprefix("torch.") or numpy.dtype(numpy_name).name
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +105,10 @@ class Entry:
         return self.name.decode(errors="replace")
 
     def tensor(self, sha256: bytes) -> TensorEntry:
-        # Types numpy does not have are stored as "<numpy type>\0<torch type>".
-        numpy_name, _, torch_name = self.dtype.decode().partition("\0")
         return TensorEntry(
             name=self.text,
-            kind=_KINDS[self.kind],
-            dtype=torch_name.removeprefix("torch.") or numpy.dtype(numpy_name).name,
+            kind=KINDS[self.kind],
+            dtype=dtype_name(self.dtype.decode()),
             shape=self.shape,
             size=self.size,
             sha256=sha256.hex(),
