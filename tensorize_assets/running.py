@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,20 @@ def _event(record: logging.LogRecord) -> dg.DagsterEvent | None:
     return getattr(record, "dagster_meta", {}).get("dagster_event")
 
 
+# What vLLM says in a worker, and Dagster of its pipe: in the UI, and too much for a terminal.
+_OF_LIBRARIES = re.compile(r"(rank \d+: )?\[(\w+\.py:\d+|pipes)\] ")
+
+
+def _message(record: logging.LogRecord) -> str:
+    meta = getattr(record, "dagster_meta", {})
+    return str(meta.get("orig_message") or record.getMessage())
+
+
 def _worth_a_line(record: logging.LogRecord) -> bool:
     event = _event(record)
     if event is None:
+        if record.levelno < logging.ERROR and _OF_LIBRARIES.match(_message(record)):
+            return False
         return record.levelno >= logging.INFO
     # A failure is told once, at the end; steps that it keeps from running are not news.
     return event.event_type in (
@@ -56,7 +68,7 @@ class _Line(logging.Formatter):
                 f"{step:<18} trying again in {retry.seconds_to_wait:.0f} s: {_reason(retry.error)}"
             )
         level = "" if record.levelno <= logging.INFO else f"{record.levelname}: "
-        return f"{step:<18} {level}{meta.get('orig_message') or record.getMessage()}"
+        return f"{step:<18} {level}{_message(record)}"
 
 
 def _reason(error: Any) -> str:

@@ -1,6 +1,8 @@
 """hf_snapshot: the files of one commit of a Hub repo, downloaded once and verified."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import dagster as dg
 
@@ -34,8 +36,11 @@ from tensorize_assets.resources.store import StoreResource
 _SAID_EVERY_S = 10.0
 
 
+_Find = Callable[[str, str], hub.RevisionListing]
+
+
 class _Pin(jsonio.Record):
-    """The commit that a pinned profile's revision had at its first build."""
+    """The commit that a pinned profile's revision, or an adapter's, had at its first build."""
 
     revision: str
     commit: jsonio.Commit
@@ -64,9 +69,25 @@ def hf_snapshot(
         target = target_of(context, catalog)
         store = artifact_store.open(target.root)
         access = hub_access.access()
-        listing = _resolve(store, access, target)
+        place = (target.model, target.suffix)
+        revision = target.profile.revision
+        listing = _resolve(
+            store,
+            target,
+            layout.pin_key(*place, revision),
+            target.model,
+            revision,
+            partial(hub.resolve, access),
+        )
         adapters = {
-            adapter.name: hub.resolve_adapter(access, adapter.repo, adapter.revision)
+            adapter.name: _resolve(
+                store,
+                target,
+                layout.adapter_pin_key(*place, adapter.repo, adapter.revision),
+                adapter.repo,
+                adapter.revision,
+                partial(hub.resolve_adapter, access),
+            )
             for adapter in target.profile.adapters
         }
         inputs = _inputs(target, listing.commit, adapters, launcher.versions())
@@ -129,38 +150,36 @@ def hf_snapshot(
     )
 
 
-def _resolve(store: Store, access: hub.HubAccess, target: Target) -> hub.RevisionListing:
-    """The profile's revision as it is now, or the commit that it is pinned to."""
-    profile = target.profile
-    if profile.track == "follow":
-        return hub.resolve(access, target.model, profile.revision)
-    pinned = _pinned(store, target)
+def _resolve(
+    store: Store, target: Target, key: str, repo: str, revision: str, find: _Find
+) -> hub.RevisionListing:
+    """A revision as it is now, or the commit that it is pinned to at `key`."""
+    if target.profile.track == "follow":
+        return find(repo, revision)
+    pinned = _pinned(store, key)
     if pinned is None:
-        listing = hub.resolve(access, target.model, profile.revision)
-        pinned = _pin(store, target, listing.commit)
+        listing = find(repo, revision)
+        pinned = _pin(store, key, _Pin(revision=revision, commit=listing.commit))
         if pinned == listing.commit:
             return listing
-    listing = hub.resolve(access, target.model, pinned)
+    listing = find(repo, pinned)
     # What was asked for stays on record: the same build has the same manifest on every run.
-    return listing.model_copy(update={"revision": profile.revision})
+    return listing.model_copy(update={"revision": revision})
 
 
-def _pinned(store: Store, target: Target) -> str | None:
-    key = layout.pin_key(target.model, target.suffix, target.profile.revision)
+def _pinned(store: Store, key: str) -> str | None:
     stored = store.get_bytes(key)
     return stored and jsonio.load_record(_Pin, stored.data, store.uri(key)).commit
 
 
-def _pin(store: Store, target: Target, commit: str) -> str:
-    """Pin the revision to `commit` and return the commit that it is pinned to."""
-    key = layout.pin_key(target.model, target.suffix, target.profile.revision)
-    pin = _Pin(revision=target.profile.revision, commit=commit)
+def _pin(store: Store, key: str, pin: _Pin) -> str:
+    """Write a pin if there is none, and return the commit that is pinned."""
     try:
         store.put_bytes(key, jsonio.canonical(jsonio.dump_record(pin)), if_absent=True)
     except ConflictError:
         # A run beside this one was first, perhaps with another commit.
-        return _pinned(store, target) or commit
-    return commit
+        return _pinned(store, key) or pin.commit
+    return pin.commit
 
 
 def _progress(context: dg.AssetExecutionContext, target: Target) -> hub.Progress:

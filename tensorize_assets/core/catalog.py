@@ -373,8 +373,8 @@ class Profile(BaseModel):
     )
     track: Literal["follow", "pin"] = Field(
         default="follow",
-        description="follow: build again when the revision moves. pin: stay at the commit that "
-        "the revision had at the first build.",
+        description="follow: build again when the revision moves. pin: stay at the commits that "
+        "the revision, and those of adapters, had at the first build.",
     )
     tensor_parallel_size: int = Field(
         default=1,

@@ -156,6 +156,12 @@ def pin_key(model: str, suffix: str, revision: str) -> str:
     return f"pins/{check_model(model)}/{check_suffix(suffix)}/{name}"
 
 
+def adapter_pin_key(model: str, suffix: str, repo: str, revision: str) -> str:
+    """Return the key that keeps the commit of an adapter's repo, as `pin_key` does."""
+    name = check_part(f"{quote(f'{repo}@{revision}', safe='')}.json", "revision")
+    return f"pins/{check_model(model)}/{check_suffix(suffix)}/adapters/{name}"
+
+
 def reference_key(
     commit: str,
     dtype: str,

@@ -145,6 +145,21 @@ def test_another_commit_of_an_adapter_is_another_build(
     assert 4 == len(stored(home))
 
 
+def test_a_pinned_profile_keeps_its_adapters_too(
+    home: Home, adapter_hub: LocalHub, adapters: Path
+) -> None:
+    """Pinned is the build, of which an adapter is a part."""
+    with_adapters(home, POET, track="pin")
+    first = home.run(selection=["hf_snapshot"])
+    files = folder_files(adapters / "poet") | {"README.md": b"better"}
+    moved = adapter_hub.commit("org/poet", files)
+    pinned = home.run(selection=["hf_snapshot"])
+    assert first.build_id == pinned.build_id
+    assert moved != pinned.metadata("hf_snapshot")["adapter poet"]
+    with_adapters(home, POET)
+    assert moved == home.run(selection=["hf_snapshot"]).metadata("hf_snapshot")["adapter poet"]
+
+
 def test_adapters_that_left_the_cache_come_again(home: Home, adapter_hub: LocalHub) -> None:
     """The step may run days later, or on another host."""
     with_adapters(home, POET)
