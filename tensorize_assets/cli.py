@@ -17,8 +17,12 @@ from rich.table import Table
 from tensorize_assets.cli_common import (
     FAILED,
     AnyOrPublicKeys,
+    AwsProfile,
+    CaBundle,
+    EndpointUrl,
     Json,
     PublicKeys,
+    Region,
     absolute,
     catalog_path,
     err,
@@ -157,16 +161,10 @@ def verify(
         typer.Argument(help="Artifact directory: a folder, an s3:// URI, or an http(s):// URL."),
     ],
     public_key: AnyOrPublicKeys = None,
-    endpoint_url: Annotated[
-        str | None, typer.Option(help="URL of an S3 server that is not AWS.")
-    ] = None,
-    region: Annotated[str | None, typer.Option(help="Region of the bucket.")] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Profile of the AWS configuration files.")
-    ] = None,
-    ca_bundle: Annotated[
-        str | None, typer.Option(help="File of certificates (PEM) to trust for https.")
-    ] = None,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: AwsProfile = None,
+    ca_bundle: CaBundle = None,
     as_json: Json = False,
 ) -> None:
     """Hash every file of an artifact directory and compare with its manifest.

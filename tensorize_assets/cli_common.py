@@ -59,6 +59,12 @@ out = _Console(soft_wrap=True, width=_WIDTH)
 err = _Console(stderr=True, soft_wrap=True)
 
 
+EndpointUrl = Annotated[str | None, typer.Option(help="URL of an S3 server that is not AWS.")]
+Region = Annotated[str | None, typer.Option(help="Region of the bucket.")]
+AwsProfile = Annotated[str | None, typer.Option(help="Profile of the AWS configuration files.")]
+CaBundle = Annotated[
+    str | None, typer.Option(help="File of certificates (PEM) to trust for https.")
+]
 PublicKeys = Annotated[
     list[str] | None,
     typer.Option(

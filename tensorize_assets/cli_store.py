@@ -9,7 +9,11 @@ from rich.table import Table
 
 from tensorize_assets.cli_common import (
     FAILED,
+    AwsProfile,
+    CaBundle,
+    EndpointUrl,
     Json,
+    Region,
     absolute,
     catalog_path,
     errors,
@@ -43,16 +47,10 @@ def check(
             help="s3://bucket/prefix or a folder. Default: the root of the Dagster home's catalog."
         ),
     ] = None,
-    endpoint_url: Annotated[
-        str | None, typer.Option(help="URL of an S3 server that is not AWS.")
-    ] = None,
-    region: Annotated[str | None, typer.Option(help="Region of the bucket.")] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Profile of the AWS configuration files.")
-    ] = None,
-    ca_bundle: Annotated[
-        str | None, typer.Option(help="File of certificates (PEM) to trust for https.")
-    ] = None,
+    endpoint_url: EndpointUrl = None,
+    region: Region = None,
+    profile: AwsProfile = None,
+    ca_bundle: CaBundle = None,
     addressing: Annotated[str | None, typer.Option(help="auto, path or virtual.")] = None,
     checksums: Annotated[str | None, typer.Option(help="when_supported or when_required.")] = None,
     as_json: Json = False,

@@ -3,7 +3,8 @@
 
     python -m tensorize_assets.demo.train_adapter SNAPSHOT FOLDER BASE
 
-A real adapter in PEFT's format, of rank 16, in about half a minute on two cores.
+A real adapter in PEFT's format, of rank 16, in about half a minute on two cores. A program, in a
+process of its own: it imports torch, which the code location must not.
 """
 
 from __future__ import annotations
