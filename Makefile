@@ -1,7 +1,9 @@
-# make demo | demo-all | test | lint | types | walls | ui | bench      (Python 3.11 and make are enough)
+# make demo | demo-all | demo-ui | test | matrix | lint | types | walls | ui | up | bench      (Python 3.11 and make are enough)
 PYTHON ?= python3.11
 VENV ?= .venv
 DAGSTER_HOME ?= $(CURDIR)/dagster_home
+# Alerts link to it (DAGSTER_WEBSERVER_URL, if it is another).
+UI_PORT ?= 3000
 # Where the demo keeps its artifacts: s3 (SeaweedFS, started and stopped by the demo) or disk.
 ROOT ?= s3
 PY := $(VENV)/bin/python
@@ -12,7 +14,18 @@ CLIENTS := $(abspath $(VENV))/bench-clients
 # A new set of pins is a new stamp; an unchanged one makes a second set-up do nothing.
 STAMP := $(VENV)/.pins-$(firstword $(shell cat $(PINS) pyproject.toml scripts/setup.sh | sha256sum))
 
-.PHONY: demo demo-all test lint types walls ui bench setup lock clean
+# Two processes of tests, each with at most one engine at a time; a file's tests share its fixtures,
+# and tests/conftest.py says which files go first. The log of a CI tells where the time went.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder $(if $(TENSORIZE_ASSETS_CI),--durations=15)
+# The other release of vLLM that is supported, in an environment of its own.
+OTHER_VLLM := 0.32
+OTHER_VENV := $(VENV)-vllm-$(OTHER_VLLM)
+# What it runs: all that stands on vLLM or transformers. Files are encrypted with torch and tensorizer
+# alone, whose pins are the same: `make test` has shown it.
+ON_VLLM := tests/worker tests/vllm_plugin tests/serving \
+	--ignore=tests/worker/test_encrypt.py --ignore=tests/worker/test_encrypt_shard.py
+
+.PHONY: demo demo-all demo-ui test matrix-setup matrix lint types walls ui up bench setup lock clean
 .DEFAULT_GOAL := demo
 
 setup: $(STAMP)
@@ -31,7 +44,14 @@ demo-all: setup
 
 test: setup
 	@echo "test: unit tests, local servers, and real vLLM engines on the CPU"
-	@$(PY) -m pytest -q $(ARGS)
+	@$(PY) -m pytest -q $(TWO) $(ARGS)
+
+matrix-setup:
+	@$(MAKE) --no-print-directory setup VENV=$(OTHER_VENV) PINS=requirements/cpu-$(OTHER_VLLM).txt
+
+matrix: matrix-setup
+	@echo "matrix: worker, plugin and server, on vLLM $(OTHER_VLLM)"
+	@$(OTHER_VENV)/bin/python -m pytest -q $(TWO) $(ON_VLLM) $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -43,9 +63,19 @@ walls: setup
 	@$(BIN)/lint-imports
 
 ui: setup
-	@echo "ui: Dagster on http://127.0.0.1:3000 over $(DAGSTER_HOME)"
-	@DAGSTER_HOME="$(abspath $(DAGSTER_HOME))" $(BIN)/tensorize catalog sync
-	@DAGSTER_HOME="$(abspath $(DAGSTER_HOME))" $(BIN)/dagster dev --host 127.0.0.1 --module-name tensorize_assets.definitions
+	@echo "ui: Dagster on http://127.0.0.1:$(UI_PORT) over $(DAGSTER_HOME)"
+	@DAGSTER_HOME="$(abspath $(DAGSTER_HOME))" DAGSTER_WEBSERVER_URL="$${DAGSTER_WEBSERVER_URL:-http://127.0.0.1:$(UI_PORT)}" \
+		$(BIN)/dagster dev --host 127.0.0.1 --port $(UI_PORT) --log-level warning --workspace dagster_home/workspace.yaml
+
+demo-ui: setup
+	@echo "demo-ui: a local Hub, S3 and Dagster, whose sensors build what is pushed (Ctrl-C ends it)"
+	@$(BIN)/tensorize demo --ui --directory demo --root $(ROOT) --port $(UI_PORT)
+
+up:
+	@echo "up: Postgres, an S3 server, the code location, webserver and daemon in Docker"
+	@sh deploy/secrets.sh
+	@docker compose up --build --detach --wait
+	@echo "up: Dagster is at http://127.0.0.1:3000, or at the UI_PORT of .env"
 
 bench: setup
 	@echo "bench: tensorizing against vLLM's own script, memory, re-runs, import time"

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from tensorize_assets import partitions
 from tensorize_assets.definitions import ASSETS, resources
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
-from tensorize_assets.demo.run import MODEL, make_snapshot
+from tensorize_assets.demo.models import MODEL, make_snapshot
 from tensorize_assets.resources.hub import HubResource
 
 Row = tuple[str, str, str]
@@ -94,7 +94,7 @@ def _run(
         instance=instance,
         resources={
             **resources(home),
-            "hub_access": HubResource(endpoint=hub.endpoint, cache_dir=str(home / "hub")),
+            "tensorize_hub": HubResource(endpoint=hub.endpoint, cache_dir=str(home / "hub")),
         },
     )
     (event,) = result.get_asset_materialization_events()

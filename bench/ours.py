@@ -2,7 +2,7 @@
 
 import sys
 
-from tensorize_assets.core.tasks import ShardRequest
+from tensorize_assets.core.tasks import ShardRequest, SnapshotSource
 from tensorize_assets.worker import shard
 from tensorize_assets.worker.session import Progress
 
@@ -12,7 +12,7 @@ if __name__ == "__main__":
         ShardRequest(
             model="bench/model",
             suffix=f"tp{size}",
-            snapshot_dir=snapshot,
+            snapshot=SnapshotSource(folder=snapshot),
             root=out,
             directory=f"vllm/bench/model/tp{size}",
             scratch_dir=f"{out}/.scratch",

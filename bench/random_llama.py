@@ -1,4 +1,7 @@
-"""Write a random Llama of 1.5 GB in bfloat16 into FOLDER: python random_llama.py FOLDER."""
+"""Write a random Llama in bfloat16 into FOLDER: python random_llama.py FOLDER [LAYERS].
+
+Of 14 layers, which is the default, it has 1.5 GB; of 19, 2 GB.
+"""
 
 import sys
 
@@ -10,7 +13,7 @@ if __name__ == "__main__":
         vocab_size=32000,
         hidden_size=2048,
         intermediate_size=5632,
-        num_hidden_layers=14,
+        num_hidden_layers=int(sys.argv[2]) if len(sys.argv) > 2 else 14,
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=2048,

@@ -27,7 +27,7 @@ _LINK_MB = 60
 
 
 @contextmanager
-def _server(work: Path) -> Iterator[Environment]:
+def server(work: Path) -> Iterator[Environment]:
     with LocalS3(work / "s3") as server:
         server.create_bucket("bench")
         yield {
@@ -45,7 +45,7 @@ def transfer(rounds: int, work: Path) -> list[Row]:
         for _ in range(_SIZE // _MB):
             file.write(os.urandom(_MB))
     rows: list[Row] = []
-    with _server(work) as environment:
+    with server(work) as environment:
         for verb, clients, goal in (
             ("put", _CLIENTS, 0.95),
             ("get", _CLIENTS, 0.9),
@@ -121,7 +121,7 @@ def tensorize_s3(rounds: int, work: Path) -> list[Row]:
             check=True,
             capture_output=True,
         )
-    with _server(work) as environment:
+    with server(work) as environment:
         with _slow_link(environment) as linked:
             rows, _ = _overlap(rounds, work, str(model), linked, f", {_LINK_MB} MB/s link")
         direct, last = _overlap(rounds, work, str(model), environment, "")

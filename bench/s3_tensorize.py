@@ -17,7 +17,7 @@ from typing import Any
 
 from tensorize_assets.core.s3 import resolve
 from tensorize_assets.core.store import open_store
-from tensorize_assets.core.tasks import ShardRequest
+from tensorize_assets.core.tasks import ShardRequest, SnapshotSource
 from tensorize_assets.worker import shard
 from tensorize_assets.worker.session import Progress
 
@@ -67,7 +67,7 @@ def main(what: str, model: str, root: str, folder: str) -> None:
     request = ShardRequest(
         model="bench/llama",
         suffix="tp4",
-        snapshot_dir=model,
+        snapshot=SnapshotSource(folder=model),
         root=root,
         directory=DIRECTORY,
         scratch_dir=scratch,

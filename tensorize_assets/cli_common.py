@@ -8,15 +8,15 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from os import environ
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple, cast
 
 import typer
-from pydantic import ValidationError
+from pydantic import JsonValue, SecretStr, ValidationError
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from tensorize_assets.core import jsonio, s3
-from tensorize_assets.core.catalog import Catalog, load_catalog
+from tensorize_assets.core import hub, jsonio, s3, sealing
+from tensorize_assets.core.catalog import Catalog, load_catalog, resolve_root
 from tensorize_assets.core.errors import (
     CatalogError,
     SignatureError,
@@ -31,7 +31,7 @@ from tensorize_assets.core.signing import (
     load_or_create_signing_key,
     require_own_trusted,
 )
-from tensorize_assets.core.store import Store, open_store
+from tensorize_assets.core.store import Reader, Store, open_store
 
 FAILED = 1
 WRONG = 2
@@ -65,12 +65,36 @@ AwsProfile = Annotated[str | None, typer.Option(help="Profile of the AWS configu
 CaBundle = Annotated[
     str | None, typer.Option(help="File of certificates (PEM) to trust for https.")
 ]
+_IN_PS = "Shows in the process list, as the variable does not."
+S3AccessKeyId = Annotated[
+    str | None,
+    typer.Option("--s3-access-key-id", help=f"Before S3_ACCESS_KEY_ID. {_IN_PS}"),
+]
+S3SecretAccessKey = Annotated[
+    str | None,
+    typer.Option("--s3-secret-access-key", help=f"Before S3_SECRET_ACCESS_KEY. {_IN_PS}"),
+]
+S3Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--s3-endpoint",
+        help="URL of an S3 server that is not AWS: before the catalog's and S3_ENDPOINT_URL.",
+    ),
+]
 PublicKeys = Annotated[
     list[str] | None,
     typer.Option(
         "--public-key",
         help="Public signing key that is believed: base64, or a file of it; may be repeated. "
         "Default: the catalog's `trust`, or else this home's own key.",
+    ),
+]
+PrivateKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--private-key",
+        help=f"File of your private key. Default: {sealing.PRIVATE_KEY_VARIABLE}, or else "
+        "keys/private.key in the Dagster home.",
     ),
 ]
 AnyOrPublicKeys = Annotated[
@@ -120,6 +144,12 @@ def home() -> Path:
     return Path(environ.get("DAGSTER_HOME") or "dagster_home").absolute()
 
 
+def home_and_catalog() -> tuple[Path, Catalog]:
+    """The Dagster home and its catalog. Raises CatalogError for a wrong one, and without one."""
+    folder = home()
+    return folder, load_catalog(catalog_path(folder))
+
+
 def catalog_path(folder: Path | None = None) -> Path:
     """The catalog file of a Dagster home."""
     return Path(environ.get("TENSORIZE_CATALOG") or (folder or home()) / "models.yaml")
@@ -153,6 +183,9 @@ def absolute(place: str) -> str:
     """An s3:// URI as it is, a folder made absolute. Raises CatalogError for another URL."""
     if s3.is_other_url(place):
         raise CatalogError("a place is a folder or s3://bucket/prefix; this is another URL")
+    if not place:
+        # It would be the folder one happens to be in.
+        raise CatalogError("a place is a folder or s3://bucket/prefix, and this one is empty")
     return place if s3.is_s3(place) else str(Path(place).absolute())
 
 
@@ -198,6 +231,50 @@ def trusted_keys(given: Sequence[str] | None) -> tuple[str, ...]:
     return (own.public_key,) if own else ()
 
 
+def believed_keys(given: Sequence[str] | None) -> tuple[str, ...]:
+    """As `trusted_keys`. Raises CatalogError when there is none."""
+    trusted = trusted_keys(given)
+    if not trusted:
+        raise CatalogError(
+            f"there is no signing key at {signing_key_path()} whose records could be believed: "
+            "give --public-key, that of whoever signed them"
+        )
+    return trusted
+
+
+def root_of(given: str | None) -> str:
+    """The root that was given, or else the catalog's. Raises CatalogError without either."""
+    if given is not None:
+        return given
+    catalog = found_catalog()
+    if catalog is None:
+        raise CatalogError(f"give --root: there is no catalog at {catalog_path()}")
+    return resolve_root(catalog, catalog_path())
+
+
+def private_key_path() -> Path:
+    """The file of the home's private key."""
+    return home() / "keys" / "private.key"
+
+
+def recipient_key(
+    store: Reader, key_id: str, path: Path | None, trusted: Sequence[str]
+) -> sealing.PrivateKey:
+    """The private key at `path`, in the environment, or else the home's.
+
+    Raises SealingError, which says who can open the data key `key_id`, when there is none.
+    """
+    in_environment = environ.get(sealing.PRIVATE_KEY_VARIABLE, "").strip()
+    try:
+        return sealing.load_private_key(
+            None if path is None and in_environment else path or private_key_path()
+        )
+    except sealing.SealingError as error:
+        record = sealing.read_record(store, key_id, trusted).record
+        wrong = f"{error}; data key {key_id}: {sealing.who_can_open(record)}"
+    raise sealing.SealingError(wrong)
+
+
 def required_key(trusted: Sequence[str]) -> SecretKey:
     """The home's own key, to sign with. Makes none: nobody would believe it.
 
@@ -210,6 +287,87 @@ def required_key(trusted: Sequence[str]) -> SecretKey:
             "home that built there"
         )
     return require_own_trusted(own, trusted)
+
+
+class Signer(NamedTuple):
+    """Whose signature a manifest has: whether it is trusted, and whether it is this home's."""
+
+    trusted: bool
+    ours: bool | None
+    said: str
+
+
+def signer_of(key_id: str | None, listed: Sequence[str] | None) -> Signer:
+    """Who signed a manifest that was believed if there is a list, and read by any key if not."""
+    if listed is not None:
+        # Without a look at this home: it needs none.
+        return Signer(key_id is not None, None, f"signed by key {key_id}, which is trusted")
+    own = own_key()
+    ours = None if own is None or key_id is None else own.key_id == key_id
+    if ours:
+        return Signer(True, ours, f"signed by key {key_id}, this home's own")
+    not_ours = ", which is NOT this home's" if ours is False else ""
+    said = f"signed by key {key_id}{not_ours}, not checked against a trusted key"
+    return Signer(False, ours, said)
+
+
+def hub_access() -> hub.HubAccess:
+    """The Hub as the home's runs reach it."""
+    # As in definitions and resources.hub, whose import takes as long as Dagster's.
+    token = environ.get("HF_TOKEN")
+    return hub.HubAccess(
+        endpoint=environ.get("HF_ENDPOINT"),
+        token=SecretStr(token) if token else None,
+        cache_dir=Path(environ.get("TENSORIZE_HUB_CACHE") or home() / "hub"),
+    )
+
+
+def prefer_s3(
+    access_key_id: str | None, secret_access_key: str | None, endpoint: str | None
+) -> None:
+    """Have this process reach S3 as a command's options say, each part that is given.
+
+    Raises CatalogError for half a pair, and for what is no URL; StoreError as S3Credentials.
+    """
+    credentials: s3.S3Credentials | None = None
+    if access_key_id or secret_access_key:
+        key = access_key_id or environ.get("S3_ACCESS_KEY_ID")
+        secret = secret_access_key or environ.get("S3_SECRET_ACCESS_KEY")
+        if not key or not secret:
+            raise CatalogError(
+                "--s3-access-key-id and --s3-secret-access-key are a pair: give both, or set the "
+                "other as S3_ACCESS_KEY_ID or S3_SECRET_ACCESS_KEY"
+            )
+        # Without S3_SESSION_TOKEN, which belongs to the pair that is set.
+        credentials = s3.S3Credentials(key, secret)
+    url = None
+    if endpoint:
+        # tensorizer's own form has no scheme.
+        url = endpoint if "://" in endpoint else f"https://{endpoint}"
+        try:
+            s3.S3Settings(endpoint_url=url)
+        except ValidationError:
+            # Not shown: it may hold a key.
+            raise CatalogError(
+                "--s3-endpoint is no URL of a server, as in http://127.0.0.1:8333"
+            ) from None
+    s3.prefer(s3.Preferred(credentials, url))
+
+
+def json_object(text: str | None, option: str) -> dict[str, JsonValue]:
+    """The JSON object that an option holds; empty without it. Raises CatalogError."""
+    if text is None:
+        return {}
+    try:
+        value = jsonio.loads(text)
+    except ValueError as error:
+        raise CatalogError(f"{option}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CatalogError(
+            f"{option}: wants a JSON object, argument by argument, as in '{{\"name\": 1}}'; this "
+            f"is {'an array' if isinstance(value, list) else 'a single value'}"
+        )
+    return cast("dict[str, JsonValue]", value)
 
 
 def _public_key(text: str) -> str:

@@ -13,7 +13,9 @@ from rich.table import Table
 from tensorize_assets.cli_common import (
     FAILED,
     Json,
+    PrivateKeyFile,
     PublicKeys,
+    believed_keys,
     catalog_path,
     err,
     errors,
@@ -23,16 +25,18 @@ from tensorize_assets.cli_common import (
     out,
     own_key,
     print_json,
+    private_key_path,
+    recipient_key,
     required_key,
+    root_of,
     seen_folder,
     signing_key_path,
-    trusted_keys,
 )
 from tensorize_assets.core import rotation, sealing
-from tensorize_assets.core.catalog import Catalog, resolve_root
+from tensorize_assets.core.catalog import Catalog
 from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
 from tensorize_assets.core.printable import printable
-from tensorize_assets.core.sealing import KeyRecord, PrivateKey, SealingError
+from tensorize_assets.core.sealing import KeyRecord, PrivateKey
 from tensorize_assets.core.store import Store
 
 keys_app = typer.Typer(
@@ -46,14 +50,6 @@ _KeyId = Annotated[str, typer.Argument(help="Id of the data key, 16 hex digits."
 _Root = Annotated[
     str | None,
     typer.Option(help="Where the builds are: a folder or s3://… . Default: the catalog's root."),
-]
-_PrivateKey = Annotated[
-    Path | None,
-    typer.Option(
-        "--private-key",
-        help=f"File of your private key. Default: {sealing.PRIVATE_KEY_VARIABLE}, or else "
-        "keys/private.key in the Dagster home.",
-    ),
 ]
 
 
@@ -69,7 +65,7 @@ def generate(
 
     Prints the public key: what others seal to, and what stands in the catalog.
     """
-    place = (path or _default_private_key()).absolute()
+    place = (path or private_key_path()).absolute()
     with errors():
         key = sealing.generate_private_key(place)
     if as_json:
@@ -86,12 +82,12 @@ def public(as_json: Json = False) -> None:
         signing_key = own_key()
         in_environment = environ.get(sealing.PRIVATE_KEY_VARIABLE, "").strip()
         private_key = None
-        if in_environment or _default_private_key().exists():
+        if in_environment or private_key_path().exists():
             private_key = _own_private_key()
         if signing_key is None and private_key is None:
             raise CatalogError(
                 f"there is no signing key at {signing_key_path()} and no private key at "
-                f"{_default_private_key()}; the first build makes the one, `tensorize keys "
+                f"{private_key_path()}; the first build makes the one, `tensorize keys "
                 "generate` the other"
             )
     if as_json:
@@ -116,15 +112,15 @@ def unseal(
         Path, typer.Argument(help="File to make, for vLLM's `encryption_keyfile`: mode 0600.")
     ],
     root: _Root = None,
-    private_key: _PrivateKey = None,
+    private_key: PrivateKeyFile = None,
     public_key: PublicKeys = None,
     as_json: Json = False,
 ) -> None:
     """Write a data key, opened with your private key, to a file for vLLM. Remove it after use."""
     place = keyfile.absolute()
     with errors():
-        store, trusted = _store(root), _trusted(public_key)
-        own = _private_key(store, key_id, private_key, trusted)
+        store, trusted = _store(root), believed_keys(public_key)
+        own = recipient_key(store, key_id, private_key, trusted)
         with sealing.unseal(store, key_id, own, trusted=trusted) as data_key:
             sealing.write_keyfile(data_key, place)
     if as_json:
@@ -145,7 +141,7 @@ def reseal(
         typer.Option("--remove", help="Name of who is to open it no longer; may be repeated."),
     ] = None,
     root: _Root = None,
-    private_key: _PrivateKey = None,
+    private_key: PrivateKeyFile = None,
     public_key: PublicKeys = None,
     as_json: Json = False,
 ) -> None:
@@ -157,8 +153,8 @@ def reseal(
         added = _recipients(add or [])
         if not added and not remove:
             raise CatalogError("name whom to add or remove: --add NAME=PUBLIC_KEY, --remove NAME")
-        store, trusted = _store(root), _trusted(public_key)
-        own = _private_key(store, key_id, private_key, trusted)
+        store, trusted = _store(root), believed_keys(public_key)
+        own = recipient_key(store, key_id, private_key, trusted)
         record = sealing.amend(
             store,
             key_id,
@@ -206,7 +202,7 @@ def rotate(
                 f"{model} {suffix} is not encrypted (`encryption: none`): there is no data key to "
                 "change"
             )
-        store, trusted = _store(None), _trusted(None)
+        store, trusted = _store(None), believed_keys(None)
         begun = rotation.begin(
             store,
             model,
@@ -255,7 +251,7 @@ def list_keys(
     records: list[KeyRecord] = []
     problems: list[str] = []
     with errors():
-        store, trusted = _store(root), _trusted(public_key)
+        store, trusted = _store(root), believed_keys(public_key)
         for name in [key_id] if key_id else sealing.key_ids(store):
             try:
                 records.append(sealing.read_record(store, name, trusted).record)
@@ -317,45 +313,11 @@ def _show_rotation(report: dict[str, Any], now: rotation.Published) -> None:
 
 def _own_private_key() -> PrivateKey:
     in_environment = environ.get(sealing.PRIVATE_KEY_VARIABLE, "").strip()
-    return sealing.load_private_key(None if in_environment else _default_private_key())
-
-
-def _default_private_key() -> Path:
-    return home() / "keys" / "private.key"
+    return sealing.load_private_key(None if in_environment else private_key_path())
 
 
 def _store(root: str | None) -> Store:
-    catalog = found_catalog()
-    if root is None:
-        if catalog is None:
-            raise CatalogError(f"give --root: there is no catalog at {catalog_path()}")
-        root = resolve_root(catalog, catalog_path())
-    return open_place(root)
-
-
-def _trusted(public_keys: Sequence[str] | None) -> tuple[str, ...]:
-    """The public keys that are believed."""
-    trusted = trusted_keys(public_keys)
-    if not trusted:
-        raise CatalogError(
-            f"there is no signing key at {signing_key_path()} whose records could be believed: "
-            "give --public-key, that of whoever signed them"
-        )
-    return trusted
-
-
-def _private_key(
-    store: Store, key_id: str, path: Path | None, trusted: Sequence[str]
-) -> PrivateKey:
-    in_environment = environ.get(sealing.PRIVATE_KEY_VARIABLE, "").strip()
-    try:
-        return sealing.load_private_key(
-            None if path is None and in_environment else path or _default_private_key()
-        )
-    except SealingError as error:
-        record = sealing.read_record(store, key_id, trusted).record
-        wrong = f"{error}; data key {key_id}: {sealing.who_can_open(record)}"
-    raise SealingError(wrong)
+    return open_place(root_of(root))
 
 
 def _recipients(texts: Sequence[str]) -> dict[str, str]:

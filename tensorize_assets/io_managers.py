@@ -1,6 +1,7 @@
 """Records and values of assets as JSON in the store. Nothing is pickled, and nothing unpickled."""
 
 import json
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ import dagster as dg
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 from upath import UPath
 
-from tensorize_assets.assets.target import BUILD_TAG, failure_of
+from tensorize_assets.assets.target import BUILD_TAG, retry_or_failure
 from tensorize_assets.core import jsonio, layout
 from tensorize_assets.core.catalog import from_partition_key
 from tensorize_assets.core.errors import BuildMismatchError, StoreError, TensorizeAssetsError
@@ -40,11 +41,11 @@ class JsonIOManager(dg.UPathIOManager):
         super().__init__(base_path=self._root)
 
     def handle_output(self, context: dg.OutputContext, obj: Any) -> None:
-        with _failures():
+        with _failures(context):
             super().handle_output(context, obj)
 
     def load_input(self, context: dg.InputContext) -> Any:
-        with _failures():
+        with _failures(context):
             return super().load_input(context)
 
     def _get_path(self, context: IOContext) -> UPath:
@@ -178,11 +179,19 @@ def _require_this_build(context: dg.InputContext, record: BuildRecord, uri: str)
 
 
 @contextmanager
-def _failures() -> Generator[None]:
+def _failures(context: IOContext) -> Generator[None]:
+    """As `target.failures`: the store may be in trouble here too."""
     try:
         yield
     except TensorizeAssetsError as error:
-        raise failure_of(error) from error
+        raise retry_or_failure(error, _attempt(context)) from error
+
+
+def _attempt(context: IOContext) -> int:
+    try:
+        return context.step_context.previous_attempt_count
+    except dg.DagsterInvariantViolationError:
+        return sys.maxsize  # outside of a run nothing is tried again
 
 
 class ManifestIOManager(dg.ConfigurableIOManagerFactory[JsonIOManager]):

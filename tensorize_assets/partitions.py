@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import dagster as dg
 
 from tensorize_assets.core.catalog import Catalog, to_partition_key
@@ -36,3 +38,20 @@ def add_pairs(instance: dg.DagsterInstance, repos: list[str], labels: list[str])
     keys = [to_partition_key(repo) for repo in dict.fromkeys(repos)]
     instance.add_dynamic_partitions("tensorize_model", keys)
     instance.add_dynamic_partitions("tensorize_suffix", list(dict.fromkeys(labels)))
+
+
+def add_requests(
+    instance: dg.DagsterInstance, repos: Iterable[str], labels: Iterable[str]
+) -> list[dg.AddDynamicPartitionsRequest]:
+    """What a sensor returns to add those of these Hub repos and suffixes that are missing."""
+    keys = list(dict.fromkeys(to_partition_key(repo) for repo in repos))
+    wanted = ((models, keys), (suffixes, list(dict.fromkeys(labels))))
+    found: list[dg.AddDynamicPartitionsRequest] = []
+    for definition, names in wanted:
+        if not names:
+            continue
+        known = set(definition.get_partition_keys(dynamic_partitions_store=instance))
+        missing = [name for name in names if name not in known]
+        if missing:
+            found.append(definition.build_add_request(missing))
+    return found

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import dagster as dg
 from tensorize_assets import partitions
 from tensorize_assets.assets.target import ONESHOT_TAG, Oneshot
 from tensorize_assets.core.catalog import Catalog
-from tensorize_assets.core.errors import CatalogError
+from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
 from tensorize_assets.core.layout import ONESHOT_PARTITION
+from tensorize_assets.core.protocol import R, WorkerRequest
 from tensorize_assets.definitions import definitions
+from tensorize_assets.resources.launchers.local import SubprocessLauncher
 
 
 @dg.logger
@@ -124,6 +127,34 @@ def _execute(
     )
 
 
+def run_worker(request: WorkerRequest, result_type: type[R], secrets: Mapping[str, bytes]) -> R:
+    """Run one worker for a command: of no home, and in no history. Raises as the launcher does."""
+    found: list[R] = []
+    failed: list[TensorizeAssetsError] = []
+
+    def run(context: dg.OpExecutionContext) -> None:
+        try:
+            found.append(SubprocessLauncher().run(context, request, result_type, secrets).result)
+        except TensorizeAssetsError as error:
+            # As an exception it would come back in Dagster's words.
+            failed.append(error)
+
+    # Dagster reads a signature's types, which here are text.
+    run.__annotations__.clear()
+    worker = dg.op(name="worker")(run)
+    job = dg.JobDefinition(
+        name="worker",
+        graph_def=dg.GraphDefinition(name="worker", node_defs=[worker]),
+        logger_defs={"console": plain_logger},
+    )
+    # Its settings are a plain dict to Dagster.
+    with dg.DagsterInstance.ephemeral() as instance:  # pyright: ignore[reportUnknownMemberType]
+        job.execute_in_process(instance=instance, run_config={"loggers": {"console": {}}})
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
 def report(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
     """What a finished run made, or why it did not: for the terminal and for `--json`."""
     steps = {
@@ -149,7 +180,11 @@ def report(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
     }
     for event in result.get_asset_materialization_events():
         materialization = event.step_materialization_data.materialization
-        values = {name: value.value for name, value in materialization.metadata.items()}
+        values = {
+            name: value.value
+            for name, value in materialization.metadata.items()
+            if not isinstance(value, dg.MarkdownMetadataValue)
+        }
         report[materialization.asset_key.to_user_string()] = {
             name: value for name, value in values.items() if isinstance(value, (str, int, float))
         }

@@ -20,7 +20,7 @@ from tensorize_assets.core.compare import CHECKS
 from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.store import open_store
 from tensorize_assets.demo.hub_server import LocalHub
-from tensorize_assets.demo.s3_server import LocalS3
+from tensorize_assets.demo.s3_server import REGION, LocalS3
 
 MODEL = "org/tiny"
 SUFFIX = "v1"
@@ -309,6 +309,81 @@ def test_build_names_the_wrong_option(home: Path) -> None:
     assert 2 == done.returncode
     assert "--tp:" in done.stderr
     assert "--dtype:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--serialization-kwargs", "[1]"), "--serialization-kwargs: wants a JSON object"),
+        (("--serialization-kwargs", "{"), "--serialization-kwargs: is not JSON"),
+        (
+            ("--serialization-kwargs", '{"limit_cpu_concurency": 1}'),
+            "--serialization-kwargs limit_cpu_concurency: tensorizer 2.10.1 has no such argument; "
+            "did you mean limit_cpu_concurrency?",
+        ),
+        (
+            ("--serialization-kwargs", '{"file_obj": "x"}'),
+            "--serialization-kwargs file_obj: the builder names the file itself",
+        ),
+        (("--format", "gguf"), "--format: "),
+        (("--format", "hf", "--tensor-parallel-size", "2"), "--tp: format hf is one file"),
+        (("--pp", "2"), "--pipeline-parallel-size: a file of tensors is named by its tensor-par"),
+        (("--lora-path", "a/b/c"), "--lora-path: "),
+        (("--keyfile", "s3://bucket/key"), "give a file in a folder that exists on this disk"),
+        (("--keyfile", "no/such/folder/key"), "give a file in a folder that exists on this disk"),
+        (("--keyfile", "/dev/null"), "no key is overwritten"),
+        (("--s3-access-key-id", "half"), "are a pair: give both"),
+        (("--s3-endpoint", "http://key@host"), "--s3-endpoint is no URL of a server"),
+    ],
+)
+def test_build_refuses_options_with_the_reason(
+    home: Path, options: tuple[str, ...], says: str
+) -> None:
+    """Before a run is begun, in the option's own name."""
+    done = tensorize(home, "build", "org/other", *options)
+
+    assert 2 == done.returncode
+    assert says in done.stderr
+    assert not (home / "keys").exists()
+
+
+def test_build_takes_no_folder_that_is_no_adapter(home: Path, tmp_path: Path) -> None:
+    """A typing mistake in the path is commoner than an adapter without weights."""
+    done = tensorize(home, "build", "org/other", "--lora-path", str(tmp_path))
+
+    assert 1 == done.returncode
+    assert "is no LoRA adapter of PEFT" in done.stderr
+
+
+def test_s3_options_go_before_the_catalog_and_the_environment(
+    home: Path, hub: LocalHub, s3: LocalS3, s3_root: str
+) -> None:
+    """As in vLLM's script; the session token of the environment is of another pair."""
+    config = {"num_attention_heads": 9, "architectures": ["LlamaForCausalLM"]}
+    files = {"config.json": json.dumps(config).encode(), "model.safetensors": b"weights"}
+    hub.commit("org/nine", files)
+    (home / "models.yaml").write_text(CATALOG + "s3: {endpoint_url: 'http://127.0.0.1:9'}")
+    wrong = {
+        "S3_ACCESS_KEY_ID": "nobody",
+        "S3_SECRET_ACCESS_KEY": "knows",
+        "S3_SESSION_TOKEN": "of-nobody",
+        "AWS_REGION": REGION,
+        "HF_ENDPOINT": hub.endpoint,
+    }
+    given = ("--s3-access-key-id", s3.access_key, "--s3-secret-access-key", s3.secret_key)
+    done = tensorize(
+        home,
+        *("build", "org/nine", "--tp", "2", "--serialized-directory", s3_root),
+        *(*given, "--s3-endpoint", s3.endpoint),
+        **wrong,
+    )
+
+    # Where the store was not reached, it would have failed before it came to look at the model.
+    assert 1 == done.returncode
+    assert "does not divide the model's 9 attention heads" in done.stderr
+    kept = [path for path in home.rglob("*") if path.is_file()]
+    assert not any(s3.secret_key.encode() in path.read_bytes() for path in kept)
+    assert s3.secret_key not in done.stderr + done.stdout
 
 
 def test_build_of_a_missing_repo_fails_with_the_hubs_reason(home: Path, hub: LocalHub) -> None:

@@ -6,18 +6,23 @@ import contextlib
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
 
 from tensorize_assets.core.compare import CHECKS
+from tensorize_assets.demo.models import MODEL
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1700)]
 
 STOCK = Path(__file__).parent / "worker" / "scripts" / "stock_cases.py"
 
@@ -30,7 +35,7 @@ def demo(folder: Path, *options: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=800,
+        timeout=1500,
     )
     assert 0 == done.returncode, done.stderr[-4000:]
     return json.loads(done.stdout)
@@ -51,7 +56,7 @@ def report(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def on_disk(folder: Path) -> dict[str, Any]:
     """What the demo said of TP=1, on the disk."""
-    return demo(folder, "--root", "disk")
+    return demo(folder, "--root", "disk", "--no-serve")
 
 
 def test_every_check_passes_at_one_and_at_three_ranks(report: dict[str, Any]) -> None:
@@ -77,6 +82,17 @@ def test_the_adapter_and_the_encrypted_variant_are_reloaded_too(report: dict[str
     assert reload["first_answer_with_capitals"] == reload["encrypted_first_answer_with_capitals"]
     assert "s3" == reload["encrypted_load_source"]
     assert build["published"]["encrypted"].endswith("-encrypted")
+
+
+def test_what_was_published_answers_over_http(report: dict[str, Any]) -> None:
+    """The demo ends where a user's work begins: `tensorize serve` and an HTTP request."""
+    served = report["served"]
+    reload = report["builds"][0]["reload_check"]
+    model, capitals = served["answers"].values()
+    assert "Paris" in model
+    assert reload["first_answer"] == served["prompt"] + model
+    assert reload["first_answer_with_capitals"] == served["prompt"] + capitals
+    assert "s3" == served["report"]["source"]
 
 
 def test_the_artifact_lies_in_s3_and_is_read_from_there(report: dict[str, Any]) -> None:
@@ -135,8 +151,67 @@ def test_the_published_directory_loads_in_stock_vllm(on_disk: dict[str, Any], fo
 
 def test_a_second_demo_builds_nothing(report: dict[str, Any], folder: Path) -> None:
     """What is complete is recognised, also by a process and an S3 server of their own."""
-    again = demo(folder)["builds"][0]
+    again = demo(folder, "--no-serve")["builds"][0]
 
     assert again["success"]
     assert "worker_seconds" not in again["tensorized_shards"]
     assert report["builds"][0]["directory"] == again["directory"]
+
+
+def test_the_ui_takes_the_push_that_it_prints(
+    folder: Path, on_disk: dict[str, Any], tmp_path: Path
+) -> None:
+    """And takes all of its processes along when it is ended."""
+    assert on_disk["success"]
+    (tmp_path / "push").mkdir()
+    (tmp_path / "push" / "README.md").write_text("# Another\n")
+    said = tmp_path / "said"
+    with said.open("w") as output, socket.socket() as one, socket.socket() as other:
+        for found in (one, other):
+            found.bind(("127.0.0.1", 0))
+        port, hub_port = one.getsockname()[1], other.getsockname()[1]
+        one.close()
+        other.close()
+        command = [sys.executable, "-m", "tensorize_assets.cli", "demo", "--ui", "--root", "disk"]
+        command += ["--directory", str(folder), "--port", str(port), "--hub-port", str(hub_port)]
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    started: list[psutil.Process] = []
+    try:
+        for url in (f"http://127.0.0.1:{port}/server_info", f"http://127.0.0.1:{hub_port}/"):
+            _answers(url, process, said)
+        push = re.search(r"^push a commit: (.*)$", said.read_text(), re.MULTILINE)
+        assert push is not None, said.read_text()
+        model = f"http://127.0.0.1:{hub_port}/api/models/{MODEL}"
+        before = httpx.get(model).json()["sha"]
+        subprocess.run(
+            push[1].replace("FOLDER", str(tmp_path / "push")),
+            shell=True,
+            check=True,
+            capture_output=True,
+            timeout=120,
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        )
+        assert before != httpx.get(model).json()["sha"]
+        started = psutil.Process(process.pid).children(recursive=True)
+        # Runs that the sensor has begun are ended by whoever ends the machine.
+        services = [one for one in started if "-m dagster" in " ".join(one.cmdline())]
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        assert [] == psutil.wait_procs(services, timeout=30)[1]
+    finally:
+        for one in [*started, psutil.Process(process.pid)] if process.poll() is None else started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def _answers(url: str, process: subprocess.Popen[bytes], said: Path) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert process.poll() is None, said.read_text()[-2000:]
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.get(url)
+            return
+        time.sleep(0.2)
+    pytest.fail(f"{url} does not answer: {said.read_text()[-2000:]}")

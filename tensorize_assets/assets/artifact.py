@@ -1,18 +1,20 @@
 """artifact: config and tokenizer files beside the tensors, and the manifest, last."""
 
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import dagster as dg
 
 from tensorize_assets.assets.snapshots import snapshot_entry
 from tensorize_assets.assets.target import (
+    IO_MANAGER,
     failures,
     require_one_build,
     target_of,
 )
-from tensorize_assets.core import hub, layout, provenance
+from tensorize_assets.automation.conditions import FOLLOWS
+from tensorize_assets.core import hub, layout, mirror, mirroring, provenance
 from tensorize_assets.core.errors import (
     BuildMismatchError,
     ConflictError,
@@ -81,6 +83,8 @@ class _Sealed(NamedTuple):
     group_name="tensorized_models",
     kinds={"json"},
     code_version="1",
+    automation_condition=FOLLOWS,
+    io_manager_key=IO_MANAGER,
 )
 def artifact(
     context: dg.AssetExecutionContext,
@@ -88,21 +92,26 @@ def artifact(
     tensorized_shards: ShardsRecord,
     lora_adapters: AdaptersRecord,
     encrypted_shards: EncryptedRecord,
-    catalog: CatalogResource,
-    artifact_store: StoreResource,
-    hub_access: HubResource,
-    keyring: KeyringResource,
+    tensorize_catalog: CatalogResource,
+    tensorize_store: StoreResource,
+    tensorize_hub: HubResource,
+    tensorize_keyring: KeyringResource,
 ) -> dg.MaterializeResult[ArtifactRecord]:
     """A directory that vLLM loads, sealed by a signed manifest; with `encryption: both`, two.
+
+    `vllm/MODEL/SUFFIX-BUILD/` below the catalog's root gets config and tokenizer files beside the
+    tensors, `provenance.dsse.json`, and, last, `manifest.json`.
 
     Without its manifest a directory does not exist for any reader; with it, it never changes.
     """
     with failures(context):
-        target = target_of(context, catalog)
+        target = target_of(context, tensorize_catalog)
         records = (hf_snapshot, tensorized_shards, lora_adapters, encrypted_shards)
         require_one_build(context, target, *records)
-        store = artifact_store.open(target.root)
-        work = _Work(store, keyring, hub_access.access(), hf_snapshot, tensorized_shards)
+        store = tensorize_store.open(target.root)
+        work = _Work(
+            store, tensorize_keyring, tensorize_hub.access(), hf_snapshot, tensorized_shards
+        )
         written = _written(tensorized_shards, lora_adapters)
         hidden = hf_snapshot.encrypted
         sealed: list[_Sealed] = []
@@ -204,10 +213,7 @@ def _complete(
         companions = _companions(build.snapshot)
         _require_apart(build, companions, contents.files)
         if plaintext is None:
-            folder = _fetched(work.access, build.snapshot, companions)
-            for file in companions:
-                key = layout.file_key(directory, file.path)
-                store.put_file(key, folder / file.path, sha256=file.sha256)
+            _put_companions(work, companions, directory)
         else:
             configs = {adapter.config for adapter in contents.adapters}
             for file in (*companions, *(file for file in contents.files if file.path in configs)):
@@ -254,18 +260,27 @@ def _require_apart(
         )
 
 
-def _fetched(
-    access: hub.HubAccess, snapshot: hub.Snapshot, companions: tuple[FileEntry, ...]
-) -> Path:
-    """The folder of these files; downloaded, without the weights, where they are gone."""
+def _put_companions(work: _Work, companions: tuple[FileEntry, ...], directory: str) -> None:
+    """From this machine's cache or the mirror; where both lack them, downloaded without weights."""
+    store, access, snapshot = work.store, work.access, work.build.snapshot
+    model, commit = snapshot.model, snapshot.commit
     folder = hub.local_path(access, snapshot)
-    if folder is not None:
-        return folder
-    names = {file.path for file in companions}
-    listing = hub.resolve(access, snapshot.model, snapshot.commit)
-    small = tuple(file for file in listing.files if file.path in names)
-    listing = listing.model_copy(update={"files": small})
-    return hub.download(access, snapshot.model, listing)[1]
+    held = folder is None and mirror.holds(store, model, commit, mirroring.entries_of(snapshot))
+    if held and not mirror.missing(store, model, companions):
+        for file in companions:
+            key = layout.file_key(directory, file.path)
+            content = mirror.chunks(store, model, file)
+            store.put_stream(key, content, size=file.size, sha256=file.sha256)
+        return
+    if folder is None:
+        names = {file.path for file in companions}
+        listing = hub.resolve(access, model, commit)
+        small = tuple(file for file in listing.files if file.path in names)
+        listing = listing.model_copy(update={"files": small})
+        folder = hub.download(access, model, listing)[1]
+    for file in companions:
+        key = layout.file_key(directory, file.path)
+        store.put_file(key, folder / file.path, sha256=file.sha256)
 
 
 def _copy(store: Store, file: FileEntry, source: str, directory: str) -> None:
@@ -295,7 +310,7 @@ def _manifest(
         inputs=build.inputs.model_copy(update={"data_key": hidden.key_id if hidden else None}),
         snapshot=snapshot_entry(build.snapshot),
         profile=build.profile,
-        sharding="virtual",
+        sharding=result.sharding,
         tensor_parallel_size=len(contents.shards),
         dtype=result.dtype,
         architecture=result.architecture,
@@ -306,6 +321,7 @@ def _manifest(
         files=companions + contents.files,
         shards=contents.shards,
         adapters=contents.adapters,
+        tensor_format=result.tensor_format,
         encryption=EncryptionEntry(
             key_id=hidden.key_id, plaintext=plaintext.manifest_sha256 if plaintext else None
         )

@@ -5,10 +5,12 @@ import dagster as dg
 from tensorize_assets.assets.earlier import stored_before
 from tensorize_assets.assets.encrypting import encrypt, worker_metadata
 from tensorize_assets.assets.target import (
+    IO_MANAGER,
     failures,
     require_one_build,
     target_of,
 )
+from tensorize_assets.automation.conditions import FOLLOWS
 from tensorize_assets.core import sealing
 from tensorize_assets.core.manifest import Manifest, read_manifest
 from tensorize_assets.core.records import (
@@ -24,7 +26,7 @@ from tensorize_assets.core.tasks import (
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.keyring import KeyringResource
-from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.launchers.base import Launcher
 from tensorize_assets.resources.store import StoreResource
 
 
@@ -34,37 +36,42 @@ from tensorize_assets.resources.store import StoreResource
     kinds={"tensorizer"},
     code_version="1",
     pool="tensorize_worker",
+    automation_condition=FOLLOWS,
+    io_manager_key=IO_MANAGER,
 )
 def encrypted_shards(
     context: dg.AssetExecutionContext,
     hf_snapshot: SnapshotRecord,
     tensorized_shards: ShardsRecord,
     lora_adapters: AdaptersRecord,
-    catalog: CatalogResource,
-    artifact_store: StoreResource,
-    keyring: KeyringResource,
-    launcher: SubprocessLauncher,
+    tensorize_catalog: CatalogResource,
+    tensorize_store: StoreResource,
+    tensorize_keyring: KeyringResource,
+    tensorize_launcher: Launcher,
 ) -> dg.MaterializeResult[EncryptedRecord]:
     """Every tensor file, the adapters' too, encrypted with the build's data key.
 
-    Without vLLM and without loading the model. A profile that is not encrypted has none; with
-    `encryption: only` the files were written encrypted.
+    In a directory of its own, `vllm/MODEL/SUFFIX-BUILD-encrypted/`. Without vLLM and without
+    loading the model. A profile that is not encrypted has none; with `encryption: only` the files
+    were written encrypted.
     """
     with failures(context):
-        target = target_of(context, catalog)
+        target = target_of(context, tensorize_catalog)
         require_one_build(context, target, hf_snapshot, tensorized_shards, lora_adapters)
-        store = artifact_store.open(target.root)
+        store = tensorize_store.open(target.root)
         build = hf_snapshot.encrypted
         result: EncryptResult | None = None
         metadata: dict[str, dg.MetadataValue | int | float | str] = {}
         if build is not None:
-            recipients = sealing.recipients_of(store, build.key_id, keyring.trusted())
+            recipients = sealing.recipients_of(store, build.key_id, tensorize_keyring.trusted())
             metadata = {"data_key": build.key_id, "recipients": ", ".join(recipients)}
         if build is None:
             metadata["encryption"] = "not applicable: the profile asks for none"
         elif hf_snapshot.encryption == "only":
             metadata["encryption"] = "the shards were written encrypted"
-        elif (done := read_manifest(store, build.directory, keyring.trusted())) is not None:
+        elif (
+            done := read_manifest(store, build.directory, tensorize_keyring.trusted())
+        ) is not None:
             result = _from_manifest(done.manifest)
             context.log.info(f"{store.uri(build.directory)} is complete: nothing to encrypt")
         elif (
@@ -72,7 +79,7 @@ def encrypted_shards(
                 EncryptedRecord,
                 "encrypted_shards",
                 store,
-                artifact_store,
+                tensorize_store,
                 target,
                 hf_snapshot,
                 build.directory,
@@ -88,9 +95,9 @@ def encrypted_shards(
                 _tensor_files(tensorized_shards, lora_adapters),
                 source=tensorized_shards.directory,
                 store=store,
-                artifact_store=artifact_store,
-                keyring=keyring,
-                launcher=launcher,
+                artifact_store=tensorize_store,
+                keyring=tensorize_keyring,
+                launcher=tensorize_launcher,
             )
             result = report.result
             metadata |= worker_metadata(report)

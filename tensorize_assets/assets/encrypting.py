@@ -18,7 +18,7 @@ from tensorize_assets.core.tasks import (
     TensorFile,
 )
 from tensorize_assets.resources.keyring import KeyringResource
-from tensorize_assets.resources.launcher import LaunchReport, SubprocessLauncher
+from tensorize_assets.resources.launchers.local import Launcher, LaunchReport
 from tensorize_assets.resources.store import StoreResource
 
 
@@ -48,12 +48,12 @@ def encrypt(
     store: Store,
     artifact_store: StoreResource,
     keyring: KeyringResource,
-    launcher: SubprocessLauncher,
+    launcher: Launcher,
     old_key: sealing.DataKey | None = None,
 ) -> LaunchReport[EncryptResult]:
     """Have a worker encrypt `files` of the directory `source` into that of `build`.
 
-    With `old_key` they are encrypted already. Raises as `SubprocessLauncher.run` and
+    With `old_key` they are encrypted already. Raises as `Launcher.run` and
     `sealing.unseal`.
     """
     handed_over = artifact_store.hand_over(target.root)
@@ -77,6 +77,7 @@ def encrypt(
             ),
             EncryptResult,
             secrets,
+            resources=target.profile.resources,
         )
 
 
@@ -90,7 +91,7 @@ def encrypt_anew(
     store: Store,
     artifact_store: StoreResource,
     keyring: KeyringResource,
-    launcher: SubprocessLauncher,
+    launcher: Launcher,
 ) -> tuple[EncryptResult, dict[str, int | float | str]]:
     """Have a worker give files of `old` the data key of `build`; also what the UI shows of it."""
     context.log.info(

@@ -1,21 +1,35 @@
 """hf_snapshot: the files of one commit of a Hub repo, downloaded once and verified."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import dagster as dg
+from pydantic import JsonValue
 
 from tensorize_assets.assets.earlier import under_its_keys
+from tensorize_assets.assets.snapshots import Snapshots
 from tensorize_assets.assets.target import (
+    IO_MANAGER,
     Target,
+    commit_url,
     failures,
     set_build,
     target_of,
 )
-from tensorize_assets.core import build_keys, channel, hub, jsonio, layout, sealing
+from tensorize_assets.core import (
+    build_keys,
+    hub,
+    jsonio,
+    layout,
+    local_adapter,
+    mirroring,
+    sealing,
+    wanted,
+)
 from tensorize_assets.core.build import BuildInputs, build_id, differences
-from tensorize_assets.core.catalog import Catalog, byte_fields, check_tensor_parallel
+from tensorize_assets.core.catalog import Catalog, check_tensor_parallel
 from tensorize_assets.core.errors import CatalogError, ConflictError, HubError, ManifestError
 from tensorize_assets.core.manifest import (
     Manifest,
@@ -23,18 +37,14 @@ from tensorize_assets.core.manifest import (
     StoredManifest,
     read_manifest,
 )
-from tensorize_assets.core.protocol import format_bytes
 from tensorize_assets.core.records import AdapterRecord, EncryptedBuild, SnapshotRecord
 from tensorize_assets.core.store import Store
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.keyring import KeyringResource
-from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.launchers.base import Launcher
 from tensorize_assets.resources.store import StoreResource
-
-_SAID_EVERY_S = 10.0
-
 
 _Find = Callable[[str, str], hub.RevisionListing]
 
@@ -51,24 +61,36 @@ class _Pin(jsonio.Record):
     group_name="tensorized_models",
     kinds={"huggingface"},
     code_version="1",
+    io_manager_key=IO_MANAGER,
 )
 def hf_snapshot(
     context: dg.AssetExecutionContext,
-    catalog: CatalogResource,
-    artifact_store: StoreResource,
-    hub_access: HubResource,
-    keyring: KeyringResource,
-    launcher: SubprocessLauncher,
+    tensorize_catalog: CatalogResource,
+    tensorize_store: StoreResource,
+    tensorize_hub: HubResource,
+    tensorize_keyring: KeyringResource,
+    tensorize_launcher: Launcher,
 ) -> dg.MaterializeResult[SnapshotRecord]:
     """The files of one commit, each checked against the Hub's own hash.
 
-    Resolves the profile's revision once; everything later in the run is of this commit. A build
-    that is complete already downloads nothing.
+    They lie in the home's Hub cache, in the layout of the Hub's own, and where workers run on other
+    machines in `snapshots/` below the catalog's root; what is there is not downloaded. Resolves the
+    profile's revision once; everything later in the run is of this commit. A build that is complete
+    already downloads nothing.
     """
     with failures(context):
-        target = target_of(context, catalog)
-        store = artifact_store.open(target.root)
-        access = hub_access.access()
+        target = target_of(context, tensorize_catalog)
+        store = tensorize_store.open(target.root)
+        snapshots = Snapshots.of(
+            context,
+            target,
+            tensorize_catalog,
+            tensorize_launcher,
+            store,
+            tensorize_hub,
+            tensorize_keyring,
+        )
+        access = snapshots.access
         place = (target.model, target.suffix)
         revision = target.profile.revision
         listing = _resolve(
@@ -86,40 +108,39 @@ def hf_snapshot(
                 layout.adapter_pin_key(*place, adapter.repo, adapter.revision),
                 adapter.repo,
                 adapter.revision,
-                partial(hub.resolve_adapter, access),
+                partial(mirroring.resolve_adapter, snapshots.work),
             )
             for adapter in target.profile.adapters
         }
-        inputs = _inputs(target, listing.commit, adapters, launcher.versions())
+        inputs = wanted.inputs(
+            target.model,
+            target.profile,
+            listing.commit,
+            {name: found.commit for name, found in adapters.items()},
+            tensorize_launcher.versions(),
+        )
         build = build_id(inputs)
-        set_build(context, build)
+        set_build(context, target, build, listing.commit, [one.commit for one in adapters.values()])
         directory = target.directory(build)
-        encrypted = _encrypted(context, store, keyring, catalog.catalog(), target, inputs)
-        stored = _stored(store, keyring, target, build, encrypted)
+        encrypted = _encrypted(
+            context, store, tensorize_keyring, tensorize_catalog.catalog(), target, inputs
+        )
+        stored = _stored(store, tensorize_keyring, target, build, encrypted)
         complete = all(stored.values())
-        changed = _what_is_new(context, store, keyring, target, inputs)
+        taken: _Taken | None = None
+        changed = _what_is_new(context, store, tensorize_keyring, target, inputs)
         # One variant is enough, also one of an earlier data key: the others are made of it.
         whole = {place: found for place, found in stored.items() if found is not None}
         if encrypted is not None and not whole:
-            earlier = next(under_its_keys(store, keyring, target, inputs), None)
+            earlier = next(under_its_keys(store, tensorize_keyring, target, inputs), None)
             whole = {earlier.directory: earlier.stored} if earlier else {}
         if whole:
             known = next(iter(whole.values()))
             snapshot, adapter_records = _from_manifest(known.manifest, target)
             context.log.info(f"build {build} is complete in {', '.join(map(store.uri, whole))}")
         else:
-            problem = check_tensor_parallel(target.profile, hub.fetch_config(access, listing))
-            if problem:
-                raise HubError(f"{target.model} {target.suffix}: {problem}")
-            progress = _progress(context, target)
-            snapshot, folder = hub.download(access, target.model, listing, progress)
-            context.log.info(f"{target.model} at {listing.commit} is in {folder}")
-            adapter_records = tuple(
-                AdapterRecord(
-                    name=name, snapshot=hub.download(access, found.model, found, progress)[0]
-                )
-                for name, found in adapters.items()
-            )
+            taken = _take(snapshots, listing, adapters)
+            snapshot, adapter_records = taken.snapshot, taken.adapters
     record = SnapshotRecord(
         model=target.model,
         suffix=target.suffix,
@@ -132,22 +153,29 @@ def hf_snapshot(
         encryption=target.profile.encryption,
         encrypted=encrypted,
     )
-    endpoint = (access.endpoint or "https://huggingface.co").rstrip("/")
     return dg.MaterializeResult(
         value=record,
         data_version=dg.DataVersion(listing.commit),
         metadata={
-            "commit": dg.MetadataValue.url(f"{endpoint}/{target.model}/tree/{listing.commit}"),
+            "commit": dg.MetadataValue.url(commit_url(access, target.model, listing.commit)),
             "revision": target.profile.revision,
             "build_id": build,
             "files": len(snapshot.files),
             "bytes": sum(file.size for file in snapshot.files),
             "already_complete": complete,
-            **{f"adapter {name}": found.commit for name, found in adapters.items()},
+            **(taken.metadata if taken else {}),
+            **{f"adapter {name}": _adapter(access, found) for name, found in adapters.items()},
             **({"data_key": encrypted.key_id} if encrypted else {}),
             **({"differs_from_published": "\n".join(changed)} if changed else {}),
         },
     )
+
+
+def _adapter(access: hub.HubAccess, found: hub.RevisionListing) -> dg.MetadataValue:
+    """The commit of an adapter; a link where a Hub has it."""
+    if local_adapter.is_local(found.model):
+        return dg.MetadataValue.text(found.commit)
+    return dg.MetadataValue.url(commit_url(access, found.model, found.commit))
 
 
 def _resolve(
@@ -182,18 +210,57 @@ def _pin(store: Store, key: str, pin: _Pin) -> str:
     return pin.commit
 
 
-def _progress(context: dg.AssetExecutionContext, target: Target) -> hub.Progress:
-    said_at = time.monotonic()
+class _Taken(NamedTuple):
+    """What was brought to where workers read it."""
 
-    def progress(done: int, total: int) -> None:
-        nonlocal said_at
-        if time.monotonic() - said_at >= _SAID_EVERY_S:
-            said_at = time.monotonic()
-            context.log.info(
-                f"{target.model}: {format_bytes(done)} of {format_bytes(total)} downloaded"
-            )
+    snapshot: hub.Snapshot
+    adapters: tuple[AdapterRecord, ...]
+    metadata: dict[str, bool | int | float]
 
-    return progress
+
+def _take(
+    snapshots: Snapshots,
+    listing: hub.RevisionListing,
+    adapters: Mapping[str, hub.RevisionListing],
+) -> _Taken:
+    target, access = snapshots.target, snapshots.access
+    # Before anything is downloaded, also what is not the model's.
+    snapshots.require_allowed([listing.model, *(found.model for found in adapters.values())])
+    mirrored: list[mirroring.Mirrored] = []
+    downloaded = False
+
+    def check(config: Mapping[str, JsonValue]) -> None:
+        problem = check_tensor_parallel(target.profile, config)
+        if problem:
+            raise HubError(f"{target.model} {target.suffix}: {problem}")
+
+    def take(found: hub.RevisionListing, check: mirroring.Check | None = None) -> hub.Snapshot:
+        nonlocal downloaded
+        if snapshots.are_mirrored(found.model):
+            mirrored.append(mirroring.bring(snapshots.work, found, check))
+            downloaded |= mirrored[-1].downloaded
+            return mirrored[-1].snapshot
+        if check is not None:
+            check(hub.fetch_config(access, found))
+        progress = snapshots.progress(found.model, "downloaded")
+        snapshot, folder = hub.download(access, found.model, found, progress)
+        downloaded = True
+        snapshots.context.log.info(f"{found.model} at {found.commit} is in {folder}")
+        return snapshot
+
+    began = time.monotonic()
+    snapshot = take(listing, check)
+    records = tuple(
+        AdapterRecord(name=name, snapshot=take(found)) for name, found in adapters.items()
+    )
+    took = time.monotonic() - began
+    metadata: dict[str, bool | int | float] = {"mirrored": bool(mirrored)}
+    if downloaded:
+        metadata["download_seconds"] = took
+    if mirrored:
+        metadata["mirror_bytes_sent"] = sum(one.sent_bytes for one in mirrored)
+        metadata["mirror_bytes_kept"] = sum(one.kept_bytes for one in mirrored)
+    return _Taken(snapshot, records, metadata)
 
 
 def _encrypted(
@@ -212,7 +279,10 @@ def _encrypted(
     if target.profile.encryption == "none":
         return None
     own = keyring.private()
-    recipients = catalog.recipients
+    recipients = dict(catalog.recipients)
+    if target.keyfile and own.public_key not in recipients.values():
+        # Who has asked for the key in a file is to have it.
+        recipients[_free_name(recipients)] = own.public_key
     if own.public_key not in recipients.values():
         raise CatalogError(
             f"{target.model} {target.suffix}: this home could not open what it encrypts, to reload "
@@ -238,15 +308,25 @@ def _encrypted(
             f"says, to {', '.join(sorted(recipients))}"
         )
     plain = target.directory(build)
-    if target.profile.encryption == "only" and store.stat(layout.manifest_key(plain)) is not None:
+    its_own = build_id(inputs.model_copy(update={"data_key": key_id}))
+    hidden = target.encrypted_directory(its_own)
+    if (
+        target.profile.encryption == "only"
+        and hidden != plain
+        and store.stat(layout.manifest_key(plain)) is not None
+    ):
         context.log.warning(
             f"{store.uri(plain)} holds this build in plaintext, from before `encryption: only`; "
             "it stays until it is removed"
         )
-    its_own = build_id(inputs.model_copy(update={"data_key": key_id}))
-    return EncryptedBuild(
-        key_id=key_id, build_id=its_own, directory=target.encrypted_directory(its_own)
-    )
+    return EncryptedBuild(key_id=key_id, build_id=its_own, directory=hidden)
+
+
+def _free_name(recipients: Mapping[str, str]) -> str:
+    name = "this-home"
+    while name in recipients:
+        name += "-"
+    return name
 
 
 def _stored(
@@ -296,23 +376,6 @@ def _snapshot(repo: str, entry: SnapshotEntry, revision: str) -> hub.Snapshot:
     )
 
 
-def _inputs(
-    target: Target,
-    commit: str,
-    adapters: dict[str, hub.RevisionListing],
-    versions: dict[str, str],
-) -> BuildInputs:
-    return BuildInputs(
-        model=target.model,
-        commit=commit,
-        adapters=tuple((name, found.commit) for name, found in adapters.items()),
-        profile=byte_fields(target.profile),
-        vllm=versions["vllm"],
-        torch=versions["torch"],
-        tensorizer=versions["tensorizer"],
-    )
-
-
 def _what_is_new(
     context: dg.AssetExecutionContext,
     store: Store,
@@ -321,19 +384,16 @@ def _what_is_new(
     inputs: BuildInputs,
 ) -> tuple[str, ...]:
     """In which inputs this build differs from the one that is published; also in the log."""
-    published = channel.read_channel(
+    current = wanted.published(
         store, target.model, target.suffix, keyring.trusted(), keyring.seen()
     )
-    if published is None:
+    if current is None:
         context.log.info(f"{target.model} {target.suffix}: first build")
         return ()
-    current = published.channel.current
-    before = read_manifest(store, current.directory, keyring.trusted())
-    if before is None:
+    if current.inputs is None:
         context.log.warning(f"the published build {current.build_id} has lost its manifest")
         return ()
-    # With `encryption: only` the published build is the encrypted one.
-    changed = differences(before.manifest.inputs.model_copy(update={"data_key": None}), inputs)
+    changed = differences(current.inputs, inputs)
     if changed:
         context.log.info(f"differs from published build {current.build_id}: " + "; ".join(changed))
     return changed

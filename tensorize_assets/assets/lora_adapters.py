@@ -6,9 +6,17 @@ import dagster as dg
 
 from tensorize_assets.assets.earlier import Earlier, stored_before, under_earlier_key
 from tensorize_assets.assets.encrypting import data_key, encrypt_anew
-from tensorize_assets.assets.snapshots import local_adapter
-from tensorize_assets.assets.target import Target, failures, require_one_build, target_of
-from tensorize_assets.core import hub, layout
+from tensorize_assets.assets.metadata import table
+from tensorize_assets.assets.snapshots import Snapshots
+from tensorize_assets.assets.target import (
+    IO_MANAGER,
+    Target,
+    failures,
+    require_one_build,
+    target_of,
+)
+from tensorize_assets.automation.conditions import FOLLOWS
+from tensorize_assets.core import layout
 from tensorize_assets.core.errors import ManifestError
 from tensorize_assets.core.manifest import (
     FileEntry,
@@ -30,7 +38,7 @@ from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
 from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.keyring import KeyringResource
-from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.launchers.base import Launcher
 from tensorize_assets.resources.store import StoreResource
 
 Metadata = dict[str, dg.MetadataValue | int | float | str | bool]
@@ -42,27 +50,29 @@ Metadata = dict[str, dg.MetadataValue | int | float | str | bool]
     kinds={"tensorizer"},
     code_version="1",
     pool="tensorize_worker",
+    automation_condition=FOLLOWS,
+    io_manager_key=IO_MANAGER,
 )
 def lora_adapters(
     context: dg.AssetExecutionContext,
     hf_snapshot: SnapshotRecord,
-    catalog: CatalogResource,
-    artifact_store: StoreResource,
-    hub_access: HubResource,
-    keyring: KeyringResource,
-    launcher: SubprocessLauncher,
+    tensorize_catalog: CatalogResource,
+    tensorize_store: StoreResource,
+    tensorize_hub: HubResource,
+    tensorize_keyring: KeyringResource,
+    tensorize_launcher: Launcher,
 ) -> dg.MaterializeResult[AdaptersRecord]:
     """Each adapter's tensors, as they are in its repo, and its adapter_config.json.
 
-    Beside the model when there is one, in `adapters/NAME/` when there are several; held against
-    the base model first. A profile without adapters has none. With `encryption: only` they are
-    encrypted as they are written.
+    In the build's directory: beside the model when there is one, in `adapters/NAME/` when there are
+    several; held against the base model first. A profile without adapters has none. With
+    `encryption: only` they are encrypted as they are written.
     """
     metadata: Metadata = {}
     with failures(context):
-        target = target_of(context, catalog)
+        target = target_of(context, tensorize_catalog)
         require_one_build(context, target, hf_snapshot)
-        store = artifact_store.open(target.root)
+        store = tensorize_store.open(target.root)
         # None but with `only`: plaintext adapters are of no key.
         hidden = hf_snapshot.encrypted if hf_snapshot.encryption == "only" else None
         directory = hidden.directory if hidden else hf_snapshot.directory
@@ -70,7 +80,7 @@ def lora_adapters(
         if not hf_snapshot.adapters:
             result = None
             metadata["adapters"] = "not applicable: the profile lists none"
-        elif (done := read_manifest(store, directory, keyring.trusted())) is not None:
+        elif (done := read_manifest(store, directory, tensorize_keyring.trusted())) is not None:
             result = _from_manifest(done.manifest)
             context.log.info(f"{store.uri(directory)} is complete: nothing to build")
         elif (
@@ -78,7 +88,7 @@ def lora_adapters(
                 AdaptersRecord,
                 "lora_adapters",
                 store,
-                artifact_store,
+                tensorize_store,
                 target,
                 hf_snapshot,
                 directory,
@@ -88,29 +98,52 @@ def lora_adapters(
             context.log.info("the adapters of an earlier, interrupted run are whole: kept")
         elif (
             hidden is not None
-            and (old := under_earlier_key(context, store, keyring, target, hf_snapshot, hidden))
+            and (
+                old := under_earlier_key(
+                    context, store, tensorize_keyring, target, hf_snapshot, hidden
+                )
+            )
             is not None
         ):
             result, metadata = _with_new_key(
-                context, target, hidden, old, store, artifact_store, keyring, launcher
+                context,
+                target,
+                hidden,
+                old,
+                store,
+                tensorize_store,
+                tensorize_keyring,
+                tensorize_launcher,
             )
         else:
-            access = hub_access.access()
-            handed_over = artifact_store.hand_over(target.root)
+            snapshots = Snapshots.of(
+                context,
+                target,
+                tensorize_catalog,
+                tensorize_launcher,
+                store,
+                tensorize_hub,
+                tensorize_keyring,
+            )
+            handed_over = tensorize_store.hand_over(target.root)
             request = AdaptersRequest(
                 model=target.model,
                 suffix=target.suffix,
-                base_folder=str(hub.ensure_local(access, hf_snapshot.snapshot)),
-                adapters=tuple(local_adapter(access, adapter) for adapter in hf_snapshot.adapters),
+                base=snapshots.source(hf_snapshot.snapshot),
+                adapters=tuple(map(snapshots.adapter, hf_snapshot.adapters)),
                 root=target.root,
                 directory=directory,
-                scratch_dir=artifact_store.scratch_for(target.root),
+                scratch_dir=tensorize_store.scratch_for(target.root),
                 s3=handed_over.settings,
                 encrypted=hidden is not None,
             )
-            with data_key(store, keyring, hidden and hidden.key_id) as secrets:
-                report = launcher.run(
-                    context, request, AdaptersResult, {**handed_over.secrets, **secrets}
+            with data_key(store, tensorize_keyring, hidden and hidden.key_id) as secrets:
+                report = tensorize_launcher.run(
+                    context,
+                    request,
+                    AdaptersResult,
+                    {**handed_over.secrets, **secrets},
+                    resources=target.profile.resources,
                 )
             result = report.result
             metadata = {
@@ -154,7 +187,7 @@ def _with_new_key(
     store: Store,
     artifact_store: StoreResource,
     keyring: KeyringResource,
-    launcher: SubprocessLauncher,
+    launcher: Launcher,
 ) -> tuple[AdaptersResult, Metadata]:
     """Encrypt the adapters of an earlier data key with this build's own."""
     manifest = old.stored.manifest
@@ -197,18 +230,14 @@ def _copy(store: Store, source: str, directory: str, file: FileEntry) -> None:
 
 def _table(result: AdaptersResult) -> dg.TableMetadataValue:
     sizes = {file.path: file.size for file in result.files}
-    return dg.MetadataValue.table(
-        [
-            dg.TableRecord(
-                {
-                    "name": adapter.name,
-                    "repo": adapter.repo,
-                    "commit": adapter.snapshot.commit,
-                    "rank": adapter.rank,
-                    "tensors": len(adapter.tensors),
-                    "bytes": sizes[adapter.file],
-                }
-            )
-            for adapter in result.adapters
-        ]
+    return table(
+        {
+            "name": adapter.name,
+            "repo": adapter.repo,
+            "commit": adapter.snapshot.commit,
+            "rank": adapter.rank,
+            "tensors": len(adapter.tensors),
+            "bytes": sizes[adapter.file],
+        }
+        for adapter in result.adapters
     )

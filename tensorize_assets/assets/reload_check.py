@@ -6,17 +6,21 @@ from datetime import UTC, datetime
 from typing import NamedTuple, cast
 
 import dagster as dg
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from tensorize_assets.assets.encrypting import data_key
+from tensorize_assets.assets.metadata import Cell, table
 from tensorize_assets.assets.reference_outputs import read_reference
 from tensorize_assets.assets.target import (
+    IO_MANAGER,
     Target,
+    commit_url,
     failures,
     require_one_build,
     target_of,
 )
-from tensorize_assets.core import channel, compare
+from tensorize_assets.automation.conditions import FOLLOWS
+from tensorize_assets.core import channel, compare, reload_report
 from tensorize_assets.core.errors import EvidenceError, TensorizeAssetsError
 from tensorize_assets.core.evidence import (
     CheckOutcome,
@@ -33,12 +37,14 @@ from tensorize_assets.core.records import (
     ReferenceRecord,
     ReloadRecord,
 )
+from tensorize_assets.core.reload_report import Compared
 from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import ReferenceResult, ReloadRequest, ReloadResult
 from tensorize_assets.partitions import model_suffix
 from tensorize_assets.resources.catalog import CatalogResource
+from tensorize_assets.resources.hub import HubResource
 from tensorize_assets.resources.keyring import KeyringResource
-from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.launchers.local import Launcher, LaunchReport
 from tensorize_assets.resources.store import HandedOver, StoreResource
 
 _KEY = dg.AssetKey("reload_check")
@@ -46,12 +52,24 @@ _KEY = dg.AssetKey("reload_check")
 _Metadata = dict[str, dg.MetadataValue | str | int | float | bool]
 
 
+class ReloadConfig(dg.Config):
+    """How to reload."""
+
+    again: bool = Field(
+        default=False,
+        description="Load the artifact again also where passing evidence of it stands.",
+    )
+
+
 class _Reloaded(NamedTuple):
-    """The evidence of one of the artifact's directories, and whether it was had just now."""
+    """The evidence of one of the artifact's directories, a person's report of it, and the worker's
+    own where it was had just now.
+    """
 
     encrypted: bool
     evidence: Evidence
-    fresh: bool
+    report: str
+    worker: LaunchReport[ReloadResult] | None
 
 
 def _check_specs() -> list[dg.AssetCheckSpec]:
@@ -77,39 +95,48 @@ def _check_specs() -> list[dg.AssetCheckSpec]:
     group_name="tensorized_models",
     kinds={"vllm"},
     code_version="1",
-    pool="tensorize_worker",
+    pool="tensorize_engine",
+    automation_condition=FOLLOWS,
     check_specs=_check_specs(),
+    io_manager_key=IO_MANAGER,
 )
 def reload_check(
     context: dg.AssetExecutionContext,
+    config: ReloadConfig,
     artifact: ArtifactRecord,
     reference_outputs: ReferenceRecord,
-    catalog: CatalogResource,
-    artifact_store: StoreResource,
-    keyring: KeyringResource,
-    launcher: SubprocessLauncher,
+    tensorize_catalog: CatalogResource,
+    tensorize_store: StoreResource,
+    tensorize_hub: HubResource,
+    tensorize_keyring: KeyringResource,
+    tensorize_launcher: Launcher,
 ) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult[ReloadRecord]]:
     """Evidence that this artifact loads and answers as its source does; of each variant its own.
 
-    A check passes if it does for every variant. Every check emits a result whatever fails: Dagster
-    lets downstream pass a blocking check that says nothing.
+    The evidence is a signed file below `evidence/`, by which `published` judges; the metadata has a
+    report of it. A check passes if it does for every variant. Every check emits a result whatever
+    fails: Dagster lets downstream pass a blocking check that says nothing.
     """
     try:
         with failures(context):
-            target = target_of(context, catalog)
+            target = target_of(context, tensorize_catalog)
             require_one_build(context, target, artifact, reference_outputs)
-            store = artifact_store.open(target.root)
-            perplexity = _published_perplexity(context, store, keyring, target, artifact)
+            store = tensorize_store.open(target.root)
+            perplexity = _published_perplexity(context, store, tensorize_keyring, target, artifact)
             reloaded: list[_Reloaded] = []
             for place in artifact.variants:
-                stored = read_manifest(store, place.directory, keyring.trusted())
+                stored = read_manifest(store, place.directory, tensorize_keyring.trusted())
                 if stored is None or stored.sha256 != place.manifest_sha256:
                     raise EvidenceError(
                         f"{store.uri(place.directory)} has lost its manifest, or has another than "
                         "its record says; materialize the asset artifact again"
                     )
-                evidence = _passed_before(store, keyring, target, stored, reference_outputs)
-                fresh = evidence is None
+                evidence = (
+                    None
+                    if config.again
+                    else _passed_before(store, tensorize_keyring, target, stored, reference_outputs)
+                )
+                worker = compared = None
                 if evidence is None:
                     reference = read_reference(store, reference_outputs.reference)
                     if reference is None:
@@ -117,20 +144,32 @@ def reload_check(
                             f"{store.uri(reference_outputs.reference)} is gone; materialize "
                             "reference_outputs again"
                         )
-                    handed_over = artifact_store.hand_over(target.root)
+                    handed_over = tensorize_store.hand_over(target.root)
                     encryption = stored.manifest.encryption
-                    with data_key(store, keyring, encryption and encryption.key_id) as secrets:
-                        reload = launcher.run(
+                    with data_key(
+                        store, tensorize_keyring, encryption and encryption.key_id
+                    ) as secrets:
+                        worker = tensorize_launcher.run(
                             context,
                             _request(target, stored, place, handed_over),
                             ReloadResult,
                             {**handed_over.secrets, **secrets},
-                        ).result
+                            resources=target.profile.resources,
+                        )
                     evidence = _evidence(
-                        target, stored, reference_outputs, reference, reload, perplexity
+                        target, stored, reference_outputs, reference, worker.result, perplexity
                     )
-                    write_evidence(store, keyring.key(), evidence)
-                reloaded.append(_Reloaded(place.encrypted, evidence, fresh))
+                    write_evidence(store, tensorize_keyring.key(), evidence)
+                    compared = _compared(reference, worker.result)
+                report = reload_report.markdown(
+                    evidence,
+                    source=commit_url(
+                        tensorize_hub.access(), target.model, stored.manifest.inputs.commit
+                    ),
+                    artifact=store.uri(place.directory),
+                    compared=compared,
+                )
+                reloaded.append(_Reloaded(place.encrypted, evidence, report, worker))
     except dg.RetryRequested:
         raise  # not decided yet: the next attempt has results of its own
     except Exception as error:
@@ -141,7 +180,7 @@ def reload_check(
         when = f"{one.evidence.when:%Y-%m-%d %H:%M}"
         context.log.info(
             f"{which}: reloaded on {one.evidence.device_name}"
-            if one.fresh
+            if one.worker
             else f"{which}: evidence of {when} UTC stands: not loaded again"
         )
     found = [one.evidence for one in reloaded]
@@ -294,6 +333,17 @@ def _evidence(
     )
 
 
+def _compared(reference: ReferenceResult, reload: ReloadResult) -> dict[str, Compared]:
+    """The answers of both sides: the model's own, and with each adapter."""
+    return {
+        "": Compared(reference.answers, reload.answers),
+        **{
+            name: Compared(answers, reload.adapters.get(name))
+            for name, answers in reference.adapters.items()
+        },
+    }
+
+
 def _figures(reload: ReloadResult) -> LoadFigures | None:
     """All ranks together: they load at the same time, so the slowest is the load's time."""
     if not reload.loads:
@@ -309,6 +359,7 @@ def _figures(reload: ReloadResult) -> LoadFigures | None:
         source=reload.loads[0].source,
         part_retries=sum(load.part_retries for load in reload.loads),
         restarts=sum(load.restarts for load in reload.loads),
+        path=reload.loads[0].path,
     )
 
 
@@ -337,11 +388,16 @@ def _shown(value: JsonValue) -> dg.MetadataValue:
         return dg.MetadataValue.int(value)
     if isinstance(value, float):
         return dg.MetadataValue.float(value)
-    return (
-        dg.MetadataValue.json(value)
-        if isinstance(value, list)
-        else dg.MetadataValue.text(str(value))
-    )
+    if isinstance(value, list):
+        rows = [row for row in value if isinstance(row, dict)]
+        if len(rows) == len(value) and all(map(_is_flat, rows)):
+            return table(cast("list[dict[str, Cell]]", rows))
+        return dg.MetadataValue.json(value)
+    return dg.MetadataValue.text(str(value))
+
+
+def _is_flat(row: dict[str, JsonValue]) -> bool:
+    return not any(isinstance(value, list | dict) for value in row.values())
 
 
 def _metadata(reloaded: Sequence[_Reloaded]) -> _Metadata:
@@ -349,7 +405,12 @@ def _metadata(reloaded: Sequence[_Reloaded]) -> _Metadata:
     metadata: _Metadata = {}
     for number, one in enumerate(reloaded):
         prefix = f"{_kind(one)}_" if number else ""
-        metadata |= {f"{prefix}{name}": value for name, value in _figures_of(one.evidence).items()}
+        figures = _figures_of(one.evidence)
+        if one.worker is not None:
+            figures["worker_seconds"] = one.worker.seconds
+            figures["worker_peak_memory"] = one.worker.peak_memory_bytes
+        figures["report"] = dg.MetadataValue.md(one.report)
+        metadata |= {f"{prefix}{name}": value for name, value in figures.items()}
     return metadata
 
 
@@ -359,7 +420,14 @@ def _figures_of(evidence: Evidence) -> _Metadata:
         "device_name": evidence.device_name,
         "vllm_version": evidence.vllm_version,
         "passed": evidence.passed,
+        "reloaded_at": dg.MetadataValue.timestamp(evidence.when),
+        "checks": table(
+            {"check": check.name, "passed": check.passed, "found": check.description}
+            for check in evidence.checks
+        ),
     }
+    if evidence.default_load_seconds is not None:
+        metadata["default_load_seconds"] = evidence.default_load_seconds
     if evidence.perplexity is not None:
         metadata["perplexity"] = evidence.perplexity
     for check in evidence.checks:
@@ -374,6 +442,7 @@ def _figures_of(evidence: Evidence) -> _Metadata:
     if load is not None:
         metadata |= {
             "load_source": load.source,
+            "load_path": load.path,
             "load_part_retries": load.part_retries,
             "load_restarts": load.restarts,
             "load_bytes": load.bytes,
@@ -387,7 +456,7 @@ def _figures_of(evidence: Evidence) -> _Metadata:
 
 
 def _load_table(evidence: Evidence, load: LoadFigures) -> dg.MetadataValue:
-    rows = [
+    rows: list[dict[str, Cell]] = [
         {
             "loader": "tensorizer, every hash verified",
             "seconds": round(load.seconds, 3),
@@ -402,4 +471,4 @@ def _load_table(evidence: Evidence, load: LoadFigures) -> dg.MetadataValue:
                 "bytes_per_second": round(load.bytes / evidence.default_load_seconds),
             }
         )
-    return dg.MetadataValue.table([dg.TableRecord(row) for row in rows])
+    return table(rows)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,9 +24,13 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from tensorize_assets.core.catalog_automation import Automation
+from tensorize_assets.core.catalog_launchers import LauncherKind, Launchers
+from tensorize_assets.core.catalog_snapshots import Snapshots
 from tensorize_assets.core.errors import CatalogError, SignatureError, StoreError
+from tensorize_assets.core.rank_resources import RankResources
 from tensorize_assets.core.s3 import S3Settings, is_other_url, is_s3, split_uri
-from tensorize_assets.core.sealing import SealingError, check_public_key
+from tensorize_assets.core.sealing import KEY_PATTERN, SealingError, check_public_key
 from tensorize_assets.core.signing import check_verify_key
 
 DEFAULT_PROMPTS = (
@@ -51,7 +56,12 @@ SUFFIX_PATTERN = (
 ADAPTER_NAME_PATTERN = r"^[A-Za-z0-9](?:[A-Za-z0-9_.\-]{0,62}[A-Za-z0-9_\-])?$"
 # Shorter than any key is as text: one that stands in the name's place is refused.
 RECIPIENT_NAME_PATTERN = r"^[A-Za-z0-9](?:[A-Za-z0-9_.\-]{0,38}[A-Za-z0-9_\-])?$"
-_KEY_PATTERN = "^[A-Za-z0-9+/]{43}=$"
+# What Dagster takes for an owner (is_valid_owner in dagster/_core/definitions/utils.py), and less:
+# it takes any text after team:.
+OWNER_PATTERN = (
+    r"^(?:team:[A-Za-z0-9_][A-Za-z0-9_.\-]{0,62}"
+    r"|[A-Za-z0-9_][A-Za-z0-9._%+\-]*@[A-Za-z0-9.\-]+\.[A-Za-z]{2,7})$"
+)
 
 # What a value must be, by the argument's name. Arguments of TensorSerializer.__init__ and
 # TensorDeserializer.__init__ in tensorizer 2.10.1 (tensorizer/serialization.py), together with
@@ -223,6 +233,12 @@ def _refuse(problems: Mapping[tuple[str | int, ...], str]) -> None:
         raise ValidationError.from_exception_data("catalog", errors)
 
 
+def _owner(value: str) -> str:
+    if re.fullmatch(OWNER_PATTERN, value) is None:
+        raise ValueError("is not an owner: an email address, or team:NAME as in team:ml-platform")
+    return value
+
+
 def _trusted_key(value: str) -> str:
     try:
         return check_verify_key(value)
@@ -330,10 +346,13 @@ RecipientName = Annotated[
     WithJsonSchema({"type": "string", "pattern": RECIPIENT_NAME_PATTERN}),
 ]
 RecipientKey = Annotated[
-    str, AfterValidator(_recipient_key), WithJsonSchema({"type": "string", "pattern": _KEY_PATTERN})
+    str, AfterValidator(_recipient_key), WithJsonSchema({"type": "string", "pattern": KEY_PATTERN})
 ]
 TrustedKey = Annotated[
-    str, AfterValidator(_trusted_key), WithJsonSchema({"type": "string", "pattern": _KEY_PATTERN})
+    str, AfterValidator(_trusted_key), WithJsonSchema({"type": "string", "pattern": KEY_PATTERN})
+]
+Owner = Annotated[
+    str, AfterValidator(_owner), WithJsonSchema({"type": "string", "pattern": OWNER_PATTERN})
 ]
 Prompt = Annotated[
     str, AfterValidator(_prompt), WithJsonSchema({"type": "string", "pattern": r"\S"})
@@ -341,6 +360,8 @@ Prompt = Annotated[
 
 
 Encryption = Literal["none", "both", "only"]
+TensorFormat = Literal["vllm", "hf"]
+Sharding = Literal["virtual", "executor"]
 
 
 class Adapter(BaseModel):
@@ -388,6 +409,22 @@ class Profile(BaseModel):
         default="auto",
         description="Type that the weights are stored in. auto: what vLLM chooses from the "
         "model's config.json.",
+    )
+    format: TensorFormat = Field(
+        default="vllm",
+        description="vllm: each rank's tensors as vLLM holds them, read straight onto its devices. "
+        "hf: one file with the repo's own tensors and names, made without vLLM; vLLM sorts them "
+        "out as it loads, on the slow path. Only with tensor_parallel_size 1.",
+    )
+    sharding: Sharding = Field(
+        default="virtual",
+        description="virtual: each rank is built alone on a CPU, no GPU needed. executor: vLLM's "
+        "own ranks write on their devices, for models that a CPU build of vLLM cannot construct. "
+        "Both write the same bytes.",
+    )
+    resources: RankResources | None = Field(
+        default=None,
+        description="What each rank of this model asks for where the launcher is a cluster.",
     )
     reload_device: Literal["cuda", "cpu"] = Field(
         description="Device on which the finished artifact is loaded again and compared before "
@@ -438,6 +475,19 @@ class Profile(BaseModel):
         "build's by more than this fraction: 0.1 is 10 %.",
     )
 
+    @model_validator(mode="after")
+    def _format_has_ranks(self) -> Profile:
+        if self.format == "hf" and self.tensor_parallel_size > 1:
+            size = self.tensor_parallel_size
+            reason = (
+                f"format hf is one file of the whole model, and vLLM wants one for each of {size} "
+                "ranks; write 1, or use format vllm"
+            )
+            _refuse({("tensor_parallel_size",): reason})
+        if self.format == "hf" and self.sharding == "executor":
+            _refuse({("sharding",): "format hf has no ranks that could write; remove this line"})
+        return self
+
 
 class ModelEntry(BaseModel):
     """One model and the ways to build it."""
@@ -479,10 +529,38 @@ class Catalog(BaseModel):
         description="Public signing keys (base64) whose manifests, evidence and channels are "
         "believed. Without it: this home's own key alone.",
     )
+    owners: tuple[Owner, ...] = Field(
+        default=(),
+        description="Who answers for the assets, as Dagster shows it: email addresses, or "
+        "team:NAME. An edit counts when Dagster loads the code location again.",
+    )
+    launcher: LauncherKind = Field(
+        default="subprocess",
+        description="Where workers run: on the machine of the Dagster step, as Ray jobs, or as "
+        "Kubernetes pods. TENSORIZE_LAUNCHER goes before it. A change counts when Dagster loads "
+        "the code location again.",
+    )
+    launchers: Launchers = Field(
+        default=Launchers(), description="How clusters are reached, by the launcher's kind."
+    )
+    snapshots: Snapshots = Field(
+        default=Snapshots(), description="Whether the root has a mirror of the Hub's files."
+    )
+    automation: Automation = Field(
+        default=Automation(),
+        description="What happens by itself: new commits, builds made again, audits, retention.",
+    )
     models: dict[ModelId, ModelEntry] = Field(
         description="Models by their Hub repo id: org/name.",
         json_schema_extra={"additionalProperties": False},
     )
+
+    @model_validator(mode="after")
+    def _launcher_is_reached(self) -> Catalog:
+        if self.launcher != "subprocess" and getattr(self.launchers, self.launcher) is None:
+            reason = f"is {self.launcher}, of which launchers: says nothing; add its settings there"
+            _refuse({("launcher",): reason})
+        return self
 
     @model_validator(mode="after")
     def _each_key_has_one_use(self) -> Catalog:
@@ -513,6 +591,15 @@ class Catalog(BaseModel):
                 f"profiles:, or use one of: {_some(entry.profiles)}"
             )
         return profile
+
+    def is_encrypted_only(self, repo: str) -> bool:
+        """Whether a profile with `encryption: only` is of a repo, a model's or an adapter's."""
+        return any(
+            profile.encryption == "only"
+            and (model == repo or any(adapter.repo == repo for adapter in profile.adapters))
+            for model, entry in self.models.items()
+            for profile in entry.profiles.values()
+        )
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Every (model, suffix), in the file's order."""
@@ -555,6 +642,8 @@ def byte_fields(profile: Profile) -> dict[str, JsonValue]:
         # business and may change, and a needless build is better than a stale one.
         "serialization_kwargs": dict(profile.serialization_kwargs),
         "tensor_parallel_size": profile.tensor_parallel_size,
+        # Builds of the first format keep the ids that they had before there was a second.
+        **({} if profile.format == "vllm" else {"format": profile.format}),
     }
 
 
@@ -627,19 +716,35 @@ def resolve_root(catalog: Catalog, path: Path) -> str:
 
 
 def load_catalog(path: Path) -> Catalog:
-    """The catalog in a YAML file.
+    """The catalog in a YAML file; a file that has not changed is not read again.
 
     Raises CatalogError with every mistake, one a line: `FILE:LINE: FIELD: what is wrong`.
     """
+    try:
+        stat = path.stat()
+        version = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    except OSError:
+        version = None
+    catalog, problems = _read(path, version)
+    if catalog is None:
+        raise CatalogError(problems)
+    return catalog
+
+
+# A thousand models take a second to read, and sensors and steps ask for the catalog all the time.
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, version: object) -> tuple[Catalog | None, str]:
     # catalog_check builds on the models above.
     from tensorize_assets.core.catalog_check import read_catalog
 
     catalog, problems = read_catalog(path)
-    if catalog is None:
-        raise CatalogError("\n".join(map(str, problems)))
-    if catalog.s3 and catalog.s3.ca_bundle:
-        # Relative to the catalog, as root is.
-        bundle = str((path.parent / catalog.s3.ca_bundle).resolve())
-        settings = catalog.s3.model_copy(update={"ca_bundle": bundle})
-        return catalog.model_copy(update={"s3": settings})
-    return catalog
+    return catalog and resolve_bundle(catalog, path), "\n".join(map(str, problems))
+
+
+def resolve_bundle(catalog: Catalog, path: Path) -> Catalog:
+    """The catalog at `path` with its ca_bundle made absolute: it is relative to it, as root is."""
+    if catalog.s3 is None or catalog.s3.ca_bundle is None:
+        return catalog
+    bundle = str((path.parent / catalog.s3.ca_bundle).resolve())
+    settings = catalog.s3.model_copy(update={"ca_bundle": bundle})
+    return catalog.model_copy(update={"s3": settings})

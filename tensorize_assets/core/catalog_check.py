@@ -11,26 +11,28 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Annotated, Any, NamedTuple, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from tensorize_assets.core.catalog import (
-    Adapter,
     Catalog,
     ModelEntry,
     Profile,
     did_you_mean,
     tensor_parallel_problem,
 )
+from tensorize_assets.core.catalog_automation import CRON_WANTED
+from tensorize_assets.core.layout import NO_STAGES
+from tensorize_assets.core.rank_resources import RankResources
 from tensorize_assets.core.s3 import S3Settings
 
-# PyYAML reads about 200 KB/s: a larger file would hold up whatever loads the catalog.
-MAX_FILE_BYTES = 256 * 1024
+# Thousands of models; a larger file would hold up whatever loads the catalog.
+MAX_FILE_BYTES = 2 * 1024 * 1024
 # Aliases let a small file stand for a huge one ("billion laughs").
-MAX_VALUES = 50_000
+MAX_VALUES = 250_000
 MAX_DEPTH = 20
 # Python reads base-60 numbers in quadratic time, and refuses decimal ones of 4,300 digits.
 MAX_NUMBER_LENGTH = 100
@@ -131,8 +133,18 @@ def read_catalog(
     file = str(path)
     try:
         root = _compose(_text(Path(path)))
+    except _UnreadableError as error:
+        return None, (_problem(file, error.line, (), str(error)),)
+    return read_node(file, root, known_config)
+
+
+def read_node(
+    file: str, root: Node, known_config: KnownConfig | None = None
+) -> tuple[Catalog | None, tuple[Problem, ...]]:
+    """As `read_catalog`, of a mapping in a larger YAML file, such as a component's attributes."""
+    try:
         reading = _Reading()
-        tree = _Tree(())
+        tree = _Tree((), spots={(): _Spot(_line(root), root.start_mark.column + 1, root)})
         reading.trees.append(tree)
         tree.value = _read_node(reading, tree, root, (), ())
     except _UnreadableError as error:
@@ -169,7 +181,11 @@ def _text(path: Path) -> str:
         with path.open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise _UnreadableError(0, "no such file; create the catalog or name another file") from None
+        raise _UnreadableError(
+            0,
+            "no such file; run in the folder that holds dagster_home, set DAGSTER_HOME or "
+            "TENSORIZE_CATALOG, or create the catalog",
+        ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "a path cannot contain NUL"
         raise _UnreadableError(0, f"cannot be read: {reason}") from None
@@ -189,8 +205,11 @@ def _text(path: Path) -> str:
 def _compose(text: str) -> Node:
     loader = None
     try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
+        root = _composed_in_c(text)
+        if root is None:
+            # Ten times as slow, and better at saying what is wrong and where.
+            loader = yaml.SafeLoader(text)
+            root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         raise _not_yaml(error) from None
     except yaml.reader.ReaderError as error:
@@ -207,6 +226,16 @@ def _compose(text: str) -> Node:
     if not isinstance(root, MappingNode):
         raise _UnreadableError(_line(root), f"holds {_got(root)}; {_SHAPE}")
     return root
+
+
+def _composed_in_c(text: str) -> Node | None:
+    """What libyaml makes of it; None where PyYAML has none, or it is not YAML to it."""
+    if not yaml.__with_libyaml__:
+        return None
+    try:
+        return cast("Node | None", yaml.CSafeLoader(text).get_single_node())  # pyright: ignore
+    except (yaml.YAMLError, ValueError, OverflowError, IndexError, RecursionError):
+        return None
 
 
 def _not_yaml(error: yaml.MarkedYAMLError) -> _UnreadableError:
@@ -422,8 +451,15 @@ def _explain(tree: _Tree, path: _Path, kind: str, error: Mapping[str, Any]) -> s
             return _unknown_key(path)
         case "literal_error":
             return _not_one_of(path, node)
+        case "string_type" if path[:1] == ("automation",) and path[-1] in ("cron", "retensorize"):
+            return (
+                f"wants {CRON_WANTED}, not {_got(node)}; a schedule is switched off in the UI "
+                "(Automation), not here"
+            )
         case "string_type":
             return _not_text(node)
+        case "bool_type" | "bool_parsing":
+            return f"wants true or false, not {_got(node)}"
         case "int_type" | "float_type":
             return _not_number(node, "a whole number" if kind == "int_type" else "a number")
         case "dict_type" | "model_type":
@@ -485,8 +521,10 @@ def _missing(path: _Path) -> str:
             return "is missing: write root: artifacts, or another folder"
         case ("models",):
             return "is missing: write models: and under it a line org/name: for each model"
+        case (*_, "profiles"):
+            return "is missing: write profiles: and under it a line v1: for each suffix"
         case _:
-            return f"is missing: write {path[-1]}: and under it a line v1: for each suffix"
+            return f"is missing: write {path[-1]}: and its value"
 
 
 def _unknown_key(path: _Path) -> str:
@@ -498,20 +536,39 @@ def _unknown_key(path: _Path) -> str:
             "credentials never stand in a catalog: set S3_ACCESS_KEY_ID and S3_SECRET_ACCESS_KEY, "
             "or name a `profile`; remove this line, and change the key if the file was shared"
         )
+    if owner is RankResources and "gpu" in key:
+        return "GPUs are not asked for here: a rank that computes on one gets one; remove this line"
     if owner is ModelEntry and key in Profile.model_fields:
         return "belongs to a profile: write it under profiles: and a suffix such as v1:"
     if owner is Catalog and "/" in key:
         return "is a model: write it under models:"
+    if owner is Profile and key.startswith("pipeline_parallel"):
+        return f"{NO_STAGES}; remove this line"
     return f"unknown key{did_you_mean(key, known)} (keys here: {', '.join(known)})"
 
 
 def _owner(path: _Path) -> type[BaseModel]:
     """The model that the last part of `path` is a field of."""
-    if path[0] == "s3" and len(path) > 1:
-        return S3Settings
-    if "adapters" in path[4:-1]:
-        return Adapter
-    return {1: Catalog, 3: ModelEntry}.get(len(path), Profile)
+    here: Any = Catalog
+    for part in path[:-1]:
+        if isinstance(here, type) and issubclass(here, BaseModel):
+            field = here.model_fields.get(str(part))
+            here = _one(field.annotation) if field else None
+        else:
+            # What a mapping's keys stand for, or the elements of a list.
+            parts: tuple[Any, ...] = get_args(here)
+            here = _one(parts[1] if get_origin(here) is dict else parts[0]) if parts else None
+    return here if isinstance(here, type) and issubclass(here, BaseModel) else Profile
+
+
+def _one(annotation: Any) -> Any:
+    """The type of a field that may be None, or has more rules than its type."""
+    parts: tuple[Any, ...] = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _one(parts[0])
+    if type(None) in parts:
+        return _one(next(part for part in parts if part is not type(None)))
+    return annotation
 
 
 def _not_one_of(path: _Path, node: Node | None) -> str:

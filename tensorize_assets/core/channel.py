@@ -19,7 +19,7 @@ from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import ConflictError, StoreError
 from tensorize_assets.core.evidence import Device
 from tensorize_assets.core.seen import last_mark, note, require_newer
-from tensorize_assets.core.store import Store
+from tensorize_assets.core.store import Reader, Store
 
 # At least one writer wins each round, so this many publishers of one channel may race.
 _ATTEMPTS = 64
@@ -112,14 +112,15 @@ class Channel(jsonio.Record):
 
 
 class StoredChannel(NamedTuple):
-    """A channel as it was read, with the ETag its next move compares."""
+    """A channel as it was read, with the ETag its next move compares, and its bytes."""
 
     channel: Channel
     etag: str
+    data: bytes
 
 
 def read_channel(
-    store: Store,
+    store: Reader,
     model: str,
     suffix: str,
     trusted: Collection[str] | None,
@@ -152,7 +153,7 @@ def read_channel(
     entries = cast("list[JsonValue]", payload["entries"])
     require_newer(mark, where, entries, remedy)
     note(seen, where, entries)
-    return StoredChannel(channel, found.etag)
+    return StoredChannel(channel, found.etag, found.data)
 
 
 def append(
@@ -236,6 +237,14 @@ def rollback_target(
     return entries
 
 
+def next_rollback(channel: Channel) -> tuple[ChannelEntry, ...]:
+    """Return the entries that `rollback` would add now if no build is named; none if it cannot."""
+    try:
+        return _rollback_entries(channel, _previous_build(channel), None)
+    except StoreError:
+        return ()
+
+
 def rollback(
     store: Store,
     key: signing.SecretKey,
@@ -245,13 +254,15 @@ def rollback(
     *,
     trusted: Collection[str] | None,
     when: datetime | None = None,
+    require: Callable[[], None] | None = None,
     seen: Path | None = None,
 ) -> Channel:
     """Make an earlier build current again and return the channel.
 
     `to_build_id` None is the last build before the current one; after a rollback that is the one
     rolled back from. Every vLLM version that the target has evidence for moves, one entry each;
-    others stay where they are. That the build is still there is the caller's to verify.
+    others stay where they are. That the build is still there is the caller's to verify; `require`
+    as in `append`.
 
     Raises StoreError as `rollback_target` does, and as `append` does.
     """
@@ -260,6 +271,8 @@ def rollback(
     target = planned[0].build_id
 
     def extend(channel: Channel | None) -> tuple[ChannelEntry, ...]:
+        if require is not None:
+            require()
         if channel is None:
             raise StoreError(
                 f"the channel of {model} {suffix} was removed meanwhile; nothing was moved"
@@ -324,7 +337,9 @@ def _is_current(entry: ChannelEntry, entries: tuple[ChannelEntry, ...]) -> bool:
 
 def _previous_build(channel: Channel) -> str:
     for entry in reversed(channel.entries):
-        if entry.build_id != channel.current.build_id:
+        # Of its own vLLM: builds of two releases are current beside each other.
+        now = channel.current_for(entry.vllm_version)
+        if now is not None and entry.build_id != now.build_id:
             return entry.build_id
     raise StoreError(
         f"{channel.model} {channel.suffix} has no earlier build to roll back to; "
@@ -366,4 +381,4 @@ def _history(channel: Channel) -> str:
     ]
     if left_out > 0:
         lines.insert(0, f"… {left_out} older")
-    return "its history:\n  " + "\n  ".join(lines)
+    return f"its history: {'; '.join(lines)}"

@@ -69,13 +69,9 @@ def outcomes(
     published_perplexity: float | None,
 ) -> tuple[CheckOutcome, ...]:
     """Every check of `CHECKS`, in order."""
-    if reload.error is not None:
-        loaded = _outcome("artifact_loads", False, f"vLLM did not load it: {reload.error[:1500]}")
-    else:
-        loaded = _outcome("artifact_loads", True, f"loaded on {reload.device_name}")
     answers = reload.answers
     return (
-        loaded,
+        _loads(reload),
         _if_answered("token_ids_equal", answers, lambda got: _tokens(reference.answers, got)),
         _if_answered(
             "logprobs_close", answers, lambda got: _logprobs(reference.answers, got, manifest.dtype)
@@ -96,8 +92,8 @@ CHECKS = {
     "artifact_loads": "vLLM loads the artifact with load_format=tensorizer and verify_hash.",
     "token_ids_equal": "Greedy token ids of the artifact and of the source are the same.",
     "logprobs_close": "Top log-probabilities agree within the tolerance of the dtype.",
-    "tensor_hashes_equal": "Every tensor of every rank, as it stands in the loaded model, has the "
-    "manifest's hash.",
+    "tensor_hashes_equal": "Every tensor of every rank, as it stands in the loaded model (of "
+    "format hf: as it was read from the file), has the manifest's hash.",
     "tensors_complete": "Every tensor of the model was in the file and the other way round; none "
     "is on the meta device.",
     "values_finite": "No weight and no log-probability is NaN or infinite.",
@@ -112,6 +108,16 @@ CHECKS = {
 """What each check holds, by name."""
 
 
+def as_manifest(manifest: Manifest, reload: ReloadResult) -> tuple[CheckOutcome, ...]:
+    """The checks that need no source: whether what was loaded is what the manifest says."""
+    return (
+        _loads(reload),
+        _hashes(manifest, reload),
+        _complete(manifest, reload),
+        _finite(reload),
+    )
+
+
 def failed(reason: str) -> tuple[CheckOutcome, ...]:
     """Every check as failed for one reason: nothing could be compared."""
     return tuple(_outcome(name, False, reason) for name in CHECKS)
@@ -121,6 +127,15 @@ def _outcome(name: str, passed: bool, description: str, **metadata: object) -> C
     return CheckOutcome.model_validate(
         {"name": name, "passed": passed, "description": description, "metadata": metadata}
     )
+
+
+def _loads(reload: ReloadResult) -> CheckOutcome:
+    name = "artifact_loads"
+    if reload.error is not None:
+        return _outcome(name, False, f"vLLM did not load it: {reload.error[:1500]}")
+    slow = any(load.path == "slow" for load in reload.loads)
+    how = ", by the slow path (no vLLM marker)" if slow else ""
+    return _outcome(name, True, f"loaded on {reload.device_name}{how}")
 
 
 def _if_answered(
@@ -239,7 +254,10 @@ def _hashes(manifest: Manifest, reload: ReloadResult) -> CheckOutcome:
         return _outcome(
             "tensor_hashes_equal", False, f"{len(wrong)} differ: {_some(wrong)}", tensors=count
         )
-    return _outcome("tensor_hashes_equal", True, f"{count} tensors equal", tensors=count)
+    compared = f"{count} tensors equal"
+    if manifest.tensor_format == "hf":
+        compared += ", as they were read from the file: in the model they have other names"
+    return _outcome("tensor_hashes_equal", True, compared, tensors=count)
 
 
 def _complete(manifest: Manifest, reload: ReloadResult) -> CheckOutcome:

@@ -14,6 +14,8 @@ from tensorize_assets.core.errors import (
     StoreUnavailableError,
 )
 from tensorize_assets.core.evidence import decode
+from tensorize_assets.core.http_folder import HttpFolder
+from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import (
     FileEntry,
     Manifest,
@@ -22,7 +24,7 @@ from tensorize_assets.core.manifest import (
     places,
     read_placed,
 )
-from tensorize_assets.core.store import CHUNK_BYTES, Store, digest
+from tensorize_assets.core.store import CHUNK_BYTES, Reader, Store, digest
 
 Say = Callable[[str], None]
 
@@ -40,7 +42,11 @@ class CopyReport(NamedTuple):
 
 
 def copy_build(
-    source: Store, directory: str, target: Store, trusted: Collection[str] | None, say: Say
+    source: Store | HttpFolder,
+    directory: str,
+    target: Store,
+    trusted: Collection[str] | None,
+    say: Say,
 ) -> CopyReport:
     """Copy the artifact in `directory` of `source` to the same key of `target`.
 
@@ -58,7 +64,7 @@ def copy_build(
         EvidenceError: what lies there as evidence is none of this build.
         StoreError: a file is not what the manifest says, at either side; or both are one place.
     """
-    if _is_same_place(source, target):
+    if is_same_place(source, target):
         raise StoreError(f"{source.uri(directory)} lies at the target already; copy elsewhere")
     found = read_placed(source, directory, trusted)
     if found is None:
@@ -88,17 +94,19 @@ def copy_build(
     copied = copied_bytes = kept = server_side = 0
     for file in found.manifest.files:
         key = layout.file_key(directory, file.path)
-        if _is_there(target, key, file):
+        if is_there(target, key, file):
             kept += 1
             say(f"{file.path}: there already")
             continue
-        if _copy_file(source, target, key, file):
+        if _copy_within(source, target, key, file):
             server_side += 1
+        else:
+            copy_file(source, key, target, key, file)
         copied += 1
         copied_bytes += file.size
         say(f"{file.path}: {file.size:,} bytes")
     # Before the manifest, so that what is complete can be published.
-    evidence = _copy_evidence(source, target, found.sha256, trusted)
+    evidence = _copy_evidence(source, target, found, trusted)
     _copy_provenance(source, directory, target, found, trusted)
     if there is None:
         try:
@@ -113,29 +121,34 @@ def copy_build(
     return CopyReport(directory, found.sha256, copied, copied_bytes, kept, server_side, evidence)
 
 
-def _is_same_place(source: Store, target: Store) -> bool:
+def is_same_place(source: Reader, target: Store) -> bool:
     """Say whether a file that is removed at the target would be gone at the source too."""
-    ours, theirs = source.local_path("x"), target.local_path("x")
-    if ours is None or theirs is None:
+    if not isinstance(source, LocalStore) or not isinstance(target, LocalStore):
         return source == target
-    return ours.parent.resolve() == theirs.parent.resolve()
+    return source.root.resolve() == target.root.resolve()
 
 
-def _is_there(target: Store, key: str, file: FileEntry) -> bool:
+def is_there(target: Reader, key: str, file: FileEntry) -> bool:
+    """Say whether just this file is there."""
     return target.stat(key) == file.size and digest(target, key).sha256 == file.sha256
 
 
-def _copy_file(source: Store, target: Store, key: str, file: FileEntry) -> bool:
-    """Copy one file; returns whether the store did it by itself."""
+def copy_file(source: Reader, source_key: str, target: Store, key: str, file: FileEntry) -> None:
+    """Copy one file through this process. Raises StoreError when it is not what `file` says."""
+    try:
+        chunks = _chunks(source, source_key)
+        target.put_stream(key, chunks, size=file.size, sha256=file.sha256)
+    except StoreUnavailableError:
+        raise
+    except StoreError as error:
+        raise StoreError(f"cannot copy {source.uri(source_key)}: {error}") from error
+
+
+def _copy_within(source: Reader, target: Store, key: str, file: FileEntry) -> bool:
+    """Have the store copy one file by itself; returns False where it cannot."""
     if not target.copy(key, key, source=source):
-        try:
-            target.put_stream(key, _chunks(source, key), size=file.size, sha256=file.sha256)
-        except StoreUnavailableError:
-            raise
-        except StoreError as error:
-            raise StoreError(f"cannot copy {source.uri(key)}: {error}") from error
         return False
-    if not _is_there(target, key, file):
+    if not is_there(target, key, file):
         target.delete(key)
         raise StoreError(
             f"{source.uri(key)} is not what its manifest says (copied and hashed at "
@@ -144,14 +157,14 @@ def _copy_file(source: Store, target: Store, key: str, file: FileEntry) -> bool:
     return True
 
 
-def _chunks(source: Store, key: str) -> Iterator[bytes]:
+def _chunks(source: Reader, key: str) -> Iterator[bytes]:
     with source.open_read(key) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             yield chunk
 
 
 def _copy_provenance(
-    source: Store,
+    source: Reader,
     directory: str,
     target: Store,
     found: SignedManifest,
@@ -167,17 +180,25 @@ def _copy_provenance(
 
 
 def _copy_evidence(
-    source: Store, target: Store, manifest_sha256: str, trusted: Collection[str] | None
+    source: Store | HttpFolder,
+    target: Store,
+    found: SignedManifest,
+    trusted: Collection[str] | None,
 ) -> int:
     """Evidence is of a manifest, wherever it lies: with it the copy can be published."""
-    keys = source.list(layout.evidence_folder(manifest_sha256))
+    if isinstance(source, HttpFolder):
+        # Not listed there, and published with no other.
+        version = found.manifest.inputs.vllm
+        keys = [layout.evidence_key(found.sha256, device, version) for device in ("cpu", "cuda")]
+    else:
+        keys = source.list(layout.evidence_folder(found.sha256))
     copied = 0
     for key in keys:
         stored = source.get_bytes(key)
         if stored is None:
             continue
         evidence = decode(stored.data, trusted, source.uri(key))
-        if evidence.manifest_sha256 != manifest_sha256:
+        if evidence.manifest_sha256 != found.sha256:
             raise EvidenceError(f"{source.uri(key)} is the evidence of another build; remove it")
         there = target.get_bytes(key)
         if there is None or there.data != stored.data:
@@ -191,11 +212,11 @@ def directory_of(manifest: Manifest, path: str) -> str:
 
     Raises ManifestError where the end of `path` is not the place of such a manifest.
     """
-    own, oneshot = places(manifest)
-    for key in (own, oneshot):
+    allowed = places(manifest)
+    for key in allowed:
         if path.rstrip("/").endswith(f"/{key}"):
             return key
     raise ManifestError(
         f"{path} holds build {manifest.build_id} of {manifest.model} {manifest.suffix}, whose "
-        f"place is ROOT/{own}; name it there"
+        f"place is ROOT/{allowed[0]}; name it there"
     )

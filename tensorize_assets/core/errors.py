@@ -25,9 +25,16 @@ class HubError(TensorizeAssetsError):
 
 
 class HubUnavailableError(HubError):
-    """The Hub, or the way to it, is in trouble; trying again later may help."""
+    """The Hub, or the way to it, is in trouble; trying again later may help.
+
+    `retry_after_s` is how many seconds it asks to be left alone; None where it does not say.
+    """
 
     retryable: ClassVar[bool] = True
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class StoreError(TensorizeAssetsError):
@@ -74,6 +81,12 @@ class WorkerError(TensorizeAssetsError):
 
 class WorkerBusyError(WorkerError):
     """Another worker is building the same thing; what it completes need not be built again."""
+
+    retryable: ClassVar[bool] = True
+
+
+class ClusterUnavailableError(WorkerError):
+    """The cluster of the workers, or the way to it, is in trouble, or it has no room for one."""
 
     retryable: ClassVar[bool] = True
 

@@ -10,8 +10,8 @@ from pydantic import AwareDatetime, Field, FiniteFloat, JsonValue, field_validat
 
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import EvidenceError
-from tensorize_assets.core.store import Store
-from tensorize_assets.core.tasks import LoadSource
+from tensorize_assets.core.store import Reader, Store
+from tensorize_assets.core.tasks import LoadPath, LoadSource
 
 Device = Literal["cpu", "cuda"]
 Measure = Annotated[FiniteFloat, Field(ge=0)]
@@ -37,6 +37,7 @@ class LoadFigures(jsonio.Record):
     source: LoadSource = "disk"
     part_retries: Annotated[int, Field(ge=0)] = 0
     restarts: Annotated[int, Field(ge=0)] = 0
+    path: LoadPath = "direct"
 
 
 class Evidence(jsonio.Record):
@@ -109,7 +110,7 @@ def write_evidence(store: Store, key: signing.SecretKey, evidence: Evidence) -> 
 
 
 def read_evidence(
-    store: Store,
+    store: Reader,
     manifest_sha256: str,
     device: str,
     vllm_version: str,

@@ -43,12 +43,13 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoSibling
-from huggingface_hub.utils import WeakFileLock
+from huggingface_hub.utils import WeakFileLock, parse_ratelimit_headers
 from pydantic import ConfigDict, Field, JsonValue, SecretStr, ValidationError, field_validator
 
 from tensorize_assets.core import jsonio, layout
 from tensorize_assets.core.errors import HubError, HubUnavailableError, StoreError
 from tensorize_assets.core.jsonio import Commit, Record, RelativePath, Sha256
+from tensorize_assets.core.retry_after import retry_after
 
 WeightsFormat = Literal["safetensors", "bin"]
 Progress = Callable[[int, int], None]
@@ -170,30 +171,37 @@ class Snapshot(Record):
     weights_format: WeightsFormat
 
 
-def resolve(access: HubAccess, model: str, revision: str) -> RevisionListing:
+def resolve(
+    access: HubAccess, model: str, revision: str, timeout_s: float = _RESOLVE_TIMEOUT_S
+) -> RevisionListing:
     """Return the commit that `revision` (branch, tag or commit) is now, and its files to load.
 
     One request. Chosen are configuration, tokenizer and other small text files, and the weights at
     the top level, where vLLM looks for them: safetensors or, without any, pytorch_model*.bin.
 
     Raises HubError for a missing, renamed, private or gated repo, a missing revision, no weights
-    and file names that leave the folder; HubUnavailableError for what may pass.
+    and file names that leave the folder; HubUnavailableError for what may pass, also when nothing
+    came for `timeout_s` seconds.
     """
-    return _resolve(access, model, revision, _choose)
+    return _resolve(access, model, revision, _choose, timeout_s)
 
 
-def resolve_adapter(access: HubAccess, repo: str, revision: str) -> RevisionListing:
+def resolve_adapter(
+    access: HubAccess, repo: str, revision: str, timeout_s: float = _RESOLVE_TIMEOUT_S
+) -> RevisionListing:
     """As `resolve`, of a LoRA adapter's repo.
 
     Chosen are adapter_model.safetensors or, without it, adapter_model.bin, with
     adapter_config.json. An adapter's tokenizer is the base model's, and left out.
     """
-    return _resolve(access, repo, revision, _choose_adapter)
+    return _resolve(access, repo, revision, _choose_adapter, timeout_s)
 
 
-def _resolve(access: HubAccess, model: str, revision: str, choose: _Choose) -> RevisionListing:
+def _resolve(
+    access: HubAccess, model: str, revision: str, choose: _Choose, timeout_s: float
+) -> RevisionListing:
     with _hub_errors(access, model, revision):
-        info = _model_info(access, model, revision)
+        info = _model_info(access, model, revision, timeout_s)
         if info.id != model:
             raise HubError(
                 f"{model} on {_endpoint(access)} was renamed to {info.id}: "
@@ -226,7 +234,7 @@ def download(
     """
     if model != listing.model:
         raise HubError(f"the listing is of {listing.model}, not of {model}: resolve {model} first")
-    folder = _snapshot_dir(access, model, listing.commit)
+    folder = snapshot_dir(access, model, listing.commit)
     missing = [file for file in listing.files if not (folder / file.path).exists()]
     if missing:
         with _hub_errors(access, model, listing.revision):
@@ -249,7 +257,7 @@ def download(
 
 def local_path(access: HubAccess, snapshot: Snapshot) -> Path | None:
     """Return the snapshot's folder if every file is there with its size; no network, no hashing."""
-    folder = _snapshot_dir(access, snapshot.model, snapshot.commit)
+    folder = snapshot_dir(access, snapshot.model, snapshot.commit)
     for file in snapshot.files:
         try:
             if (folder / file.path).stat().st_size != file.size:
@@ -316,15 +324,25 @@ def read_config(path: Path) -> dict[str, JsonValue]:
     return _read_json(file)
 
 
+def parse_config(data: bytes, where: str) -> dict[str, JsonValue]:
+    """Return the JSON object in `data`. Raises HubError, naming `where`, when it is none."""
+    try:
+        # Not jsonio: model configurations hold Infinity, and that is theirs to hold.
+        value: object = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise HubError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise HubError(f"{where} is not a JSON object")
+    return cast("dict[str, JsonValue]", value)
+
+
 # Resolving
 
 
-def _model_info(access: HubAccess, model: str, revision: str) -> Any:
+def _model_info(access: HubAccess, model: str, revision: str, timeout_s: float) -> Any:
     api = HfApi(endpoint=access.endpoint, token=_token(access))
     try:
-        return api.model_info(
-            model, revision=revision, files_metadata=True, timeout=_RESOLVE_TIMEOUT_S
-        )
+        return api.model_info(model, revision=revision, files_metadata=True, timeout=timeout_s)
     except (KeyError, TypeError, AttributeError) as error:
         raise _not_a_hub(access, error) from None
 
@@ -541,7 +559,7 @@ def _quiet_bar(interrupted: threading.Event) -> Any:
 
 
 def _bytes_on_disk(access: HubAccess, listing: RevisionListing) -> int:
-    folder = _snapshot_dir(access, listing.model, listing.commit)
+    folder = snapshot_dir(access, listing.model, listing.commit)
     sizes: dict[str, int] = {}
     for path in (_repo_dir(access, listing.model) / "blobs").glob("*"):
         blob = path.name.partition(".")[0]
@@ -699,17 +717,12 @@ def _check_index(listing: RevisionListing, folder: Path) -> None:
 
 def _read_json(file: Path) -> dict[str, JsonValue]:
     try:
-        # Not jsonio: model configurations hold Infinity, and that is theirs to hold.
-        value: object = json.loads(file.read_bytes())
+        data = file.read_bytes()
     except FileNotFoundError:
         raise HubError(
             f"{file} does not exist: the repo is not in the layout of transformers"
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise HubError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise HubError(f"{file} is not a JSON object")
-    return cast("dict[str, JsonValue]", value)
+    return parse_config(data, str(file))
 
 
 # Places
@@ -723,7 +736,8 @@ def _repo_dir(access: HubAccess, model: str) -> Path:
     return _cache_dir(access) / repo_folder_name(repo_id=model, repo_type="model")
 
 
-def _snapshot_dir(access: HubAccess, model: str, commit: str) -> Path:
+def snapshot_dir(access: HubAccess, model: str, commit: str) -> Path:
+    """Return the folder of a model's files at a commit, whether they are there or not."""
     return _repo_dir(access, model) / "snapshots" / commit
 
 
@@ -835,10 +849,22 @@ def _explain_answer(
             "set a valid one (HF_TOKEN, or `hf auth login`)"
         )
     if status in (408, 429) or status >= 500:
-        after = error.response.headers.get("Retry-After")
-        when = f"try again after {after} s (Retry-After)" if after else "try again later"
-        return HubUnavailableError(f"{what} answered {status}: {_said(error, access)}; {when}")
+        after = _retry_after(error.response.headers)
+        when = "try again later" if after is None else f"try again after {after:.0f} s"
+        return HubUnavailableError(
+            f"{what} answered {status}: {_said(error, access)}; {when}", after
+        )
     return HubError(f"{what} answered {status}: {_said(error, access)}")
+
+
+def _retry_after(headers: httpx.Headers) -> float | None:
+    """Seconds until the server wants to be asked again; None where it does not say."""
+    after = retry_after(headers.get("Retry-After"))
+    if after is not None:
+        return after
+    # The Hub's own word for it, which stands in every answer.
+    limit = parse_ratelimit_headers(headers)
+    return float(limit.reset_in_seconds) if limit and not limit.remaining else None
 
 
 def _not_a_hub(access: HubAccess, error: BaseException) -> HubError:

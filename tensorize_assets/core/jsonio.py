@@ -100,19 +100,27 @@ def parse(
     if len(data) > MAX_BYTES:
         raise error(f"{where} has {len(data)} bytes; documents end at {MAX_BYTES} bytes")
     try:
-        value: object = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-        )
-    except (ValueError, RecursionError) as cause:
+        value = loads(data.decode("utf-8"))
+    except ValueError as cause:
         raise error(
             f"{where} is not a valid JSON document ({cause}); restore it or build it again"
         ) from cause
     if not isinstance(value, dict):
         raise error(f"{where} is not a JSON object; restore it or build it again")
     return cast("dict[str, JsonValue]", value)
+
+
+def loads(text: str) -> object:
+    """Return the JSON value in `text`. Raises ValueError, also for what `parse` refuses in it."""
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+    except RecursionError as cause:
+        raise ValueError(str(cause)) from cause
 
 
 def load_record(

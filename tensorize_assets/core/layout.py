@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 from urllib.parse import quote
 
 from tensorize_assets.core.errors import StoreError
@@ -19,8 +20,29 @@ ENCRYPTED_ENDING = "-encrypted"
 ADAPTER_TENSORS = "adapter_model.tensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
+ARTIFACTS_FOLDER = "vllm/"
+"""The prefix of every artifact and channel."""
+
+EVIDENCE_FOLDER = "evidence/"
+"""The prefix of all evidence."""
+
+AUDIT_FOLDER = "audit/"
+"""The prefix of what audits found."""
+
+REFERENCES_FOLDER = "references/"
+"""The prefix of what source models answered."""
+
+SNAPSHOTS_FOLDER = "snapshots/"
+"""The prefix of what is kept of Hub repos."""
+
+BUILD_RECORDS_FOLDER = "records/hf_snapshot/"
+"""The prefix of the records that every run of the chain begins with."""
+
 KEYS_FOLDER = "keys/"
 """The prefix of every sealed data key and its record."""
+
+BUILD_KEYS_FOLDER = f"{KEYS_FOLDER}builds/"
+"""The prefix of the records of which data keys builds are encrypted with."""
 
 HIDDEN_PREFIX = ".tmp-"
 """Names of the store's own half-written files and locks. No key may have such a part."""
@@ -28,10 +50,32 @@ HIDDEN_PREFIX = ".tmp-"
 ONESHOT_PARTITION = "adhoc"
 """The suffix partition under which one-shot builds run, whatever their folder is called."""
 
-_BUILD_NAME = re.compile(rf".+-([0-9a-f]{{12}})(?:{ENCRYPTED_ENDING})?")
+_BUILD_NAME = re.compile(rf"(.+)-([0-9a-f]{{12}})({ENCRYPTED_ENDING})?")
+_COMMIT = re.compile(r"([0-9a-f]{40})(?:\.json)?")
+# A hash has 64 digits and a commit 40: no repo's name makes one of the two read as the other.
+_MIRRORED = re.compile(
+    rf"{SNAPSHOTS_FOLDER}(?P<repo>[^/]+(?:/[^/]+)?)/"
+    r"(?:(?P<commit>[0-9a-f]{40})/(?P<name>snapshot|lease)\.json|files/[0-9a-f]{64}(?:\.blocks)?)"
+)
 
 # File systems and SeaweedFS refuse longer path segments; said here, the message names the part.
 _MAX_PART_BYTES = 255
+
+
+class Mirrored(NamedTuple):
+    """Of which repo a mirrored object is: a file, or of a `commit` its list or lease, by `name`."""
+
+    repo: str
+    commit: str | None
+    name: str | None
+
+
+class BuildName(NamedTuple):
+    """What the name of an artifact directory says. A one-shot's may read like one, and is none."""
+
+    suffix: str
+    build_id: str
+    encrypted: bool
 
 
 def check_part(part: str, what: str = "path segment") -> str:
@@ -84,7 +128,7 @@ def check_suffix(suffix: str) -> str:
 
 def model_folder(model: str) -> str:
     """Return the folder of everything vLLM loads of `model` (`org/name` or `name`)."""
-    return f"vllm/{check_model(model)}"
+    return f"{ARTIFACTS_FOLDER}{check_model(model)}"
 
 
 def artifact_dir(model: str, suffix: str, build_id: str) -> str:
@@ -129,8 +173,34 @@ def provenance_key(directory: str) -> str:
 
 def build_in_name(directory: str) -> str | None:
     """Return the build id that an artifact directory's name ends in; None for other names."""
+    found = build_name(directory)
+    return found.build_id if found else None
+
+
+def build_name(directory: str) -> BuildName | None:
+    """Return what the name of a build's directory says; None for other names."""
     match = _BUILD_NAME.fullmatch(directory.rstrip("/").rpartition("/")[2])
-    return match[1] if match else None
+    return BuildName(match[1], match[2], match[3] is not None) if match else None
+
+
+def pair_of(key: str, folder: str) -> tuple[str, str] | None:
+    """Return model and suffix of a key FOLDER/MODEL/SUFFIX.json; None for other keys."""
+    model, _, name = key.removeprefix(folder).rpartition("/")
+    if not key.startswith(folder) or not name.endswith(".json"):
+        return None
+    try:
+        return check_model(model), check_suffix(name.removesuffix(".json"))
+    except StoreError:
+        return None
+
+
+def commit_in(key: str) -> str | None:
+    """Return the commit that a key of a snapshot or a reference names; None for other keys."""
+    if key.startswith(SNAPSHOTS_FOLDER) and "files" in key.split("/")[2:]:
+        # Of no commit, also where the repo is called as one.
+        return None
+    found = (_COMMIT.fullmatch(part) for part in reversed(key.split("/")))
+    return next((match[1] for match in found if match), None)
 
 
 def evidence_key(manifest_sha256: str, device: str, vllm_version: str) -> str:
@@ -141,12 +211,54 @@ def evidence_key(manifest_sha256: str, device: str, vllm_version: str) -> str:
 
 def evidence_folder(manifest_sha256: str) -> str:
     """Return the prefix of all evidence of one manifest."""
-    return f"evidence/{check_part(manifest_sha256, 'manifest hash')}/"
+    return f"{EVIDENCE_FOLDER}{check_part(manifest_sha256, 'manifest hash')}/"
 
 
-def snapshot_key(model: str, commit: str) -> str:
-    """Return the key of the record of a model's files at one commit."""
-    return f"snapshots/{check_model(model)}/{check_part(f'{commit}.json', 'commit')}"
+def audit_key(manifest_sha256: str) -> str:
+    """Return the key of what the last audit of one manifest's directory found."""
+    return f"{AUDIT_FOLDER}{check_part(f'{manifest_sha256}.json', 'manifest hash')}"
+
+
+def manifest_sha256_in(key: str) -> str:
+    """Return the hash of the manifest that an evidence or an audit record is of."""
+    return key.split("/")[1].removesuffix(".json")
+
+
+def snapshots_of(repo: str) -> str:
+    """Return the prefix of all that is mirrored of a Hub repo."""
+    return f"{SNAPSHOTS_FOLDER}{check_model(repo)}/"
+
+
+def snapshot_folder(repo: str, commit: str) -> str:
+    """Return the prefix of what is kept of a repo for one commit alone."""
+    return f"{snapshots_of(repo)}{check_part(commit, 'commit')}/"
+
+
+def snapshot_key(repo: str, commit: str) -> str:
+    """Return the key of the list of a repo's files at one commit."""
+    return f"{snapshot_folder(repo, commit)}snapshot.json"
+
+
+def snapshot_lease_key(repo: str, commit: str) -> str:
+    """Return the key of who is mirroring a commit."""
+    return f"{snapshot_folder(repo, commit)}lease.json"
+
+
+def snapshot_file_key(repo: str, sha256: str) -> str:
+    """Return the key of a mirrored file, by its content."""
+    # Of one repo each: what is of a repo is readable, or removed, by its prefix.
+    return f"{snapshots_of(repo)}files/{check_part(sha256, 'file hash')}"
+
+
+def snapshot_blocks_key(repo: str, sha256: str) -> str:
+    """Return the key of the signed list of a mirrored file's blocks."""
+    return f"{snapshot_file_key(repo, sha256)}.blocks"
+
+
+def mirrored(key: str) -> Mirrored | None:
+    """Return of what a key below `snapshots/` is; None for other keys."""
+    match = _MIRRORED.fullmatch(key)
+    return Mirrored(match["repo"], match["commit"], match["name"]) if match else None
 
 
 def pin_key(model: str, suffix: str, revision: str) -> str:
@@ -172,7 +284,8 @@ def reference_key(
 ) -> str:
     """Return the key of the outputs that the source model gave under these conditions."""
     conditions = f"{dtype}-tp{tensor_parallel_size}-{device}-{vllm_version}-{prompts_digest}.json"
-    return f"references/{check_part(commit, 'commit')}/{check_part(conditions, 'reference')}"
+    folder = f"{REFERENCES_FOLDER}{check_part(commit, 'commit')}"
+    return f"{folder}/{check_part(conditions, 'reference')}"
 
 
 def record_key(asset: str, model: str, suffix: str) -> str:
@@ -212,7 +325,7 @@ def build_key_key(model: str, suffix: str, build_id: str) -> str:
     """Return the key of the record of which data key a build is encrypted with."""
     name = check_part(f"{check_suffix(suffix)}-{build_id}.json", "build")
     # No key id is called `builds`: they are hex.
-    return f"{KEYS_FOLDER}builds/{check_model(model)}/{name}"
+    return f"{BUILD_KEYS_FOLDER}{check_model(model)}/{name}"
 
 
 def seen_key(where: str) -> str:
@@ -233,6 +346,13 @@ def adapter_file(name: str, count: int, file: str) -> str:
     """Return the path of an adapter's `file` below its artifact directory."""
     folder = adapter_folder(name, count)
     return f"{folder}/{file}" if folder else file
+
+
+NO_STAGES = (
+    "a file of tensors is named by its tensor-parallel rank alone, as vLLM does, and has no "
+    "pipeline stage: use a larger tensor_parallel_size"
+)
+"""Why there are no builds with pipeline parallelism."""
 
 
 def shard_name(rank: int, tensor_parallel_size: int) -> str:

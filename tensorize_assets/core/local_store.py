@@ -15,7 +15,7 @@ import stat as stat_module
 import time
 import uuid
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -23,11 +23,13 @@ from typing import BinaryIO, cast
 from tensorize_assets.core import layout
 from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.jsonio import MAX_BYTES
+from tensorize_assets.core.ranged import RangeSource, Stopped
 from tensorize_assets.core.store import (
     CHUNK_BYTES,
     FileDigest,
     Hasher,
-    Store,
+    ListedObject,
+    Reader,
     StoredObject,
     conflict,
     explained,
@@ -152,7 +154,15 @@ class LocalStore:
                 return stream
             return cast("BinaryIO", io.BufferedReader(_Range(stream, end - start)))
 
-    def copy(self, source_key: str, key: str, *, source: Store | None = None) -> bool:
+    def ranges(self, key: str) -> RangeSource:
+        path = self._path(key)
+        with explained("read", str(path)):
+            stream = _open_file(path)
+            if stream is None:
+                raise StoreError(f"{path} does not exist; build it again")
+            return _FileRanges(str(path), stream)
+
+    def copy(self, source_key: str, key: str, *, source: Reader | None = None) -> bool:
         origin = self if source is None else source
         if not isinstance(origin, LocalStore):
             return False
@@ -182,11 +192,23 @@ class LocalStore:
         return status.st_size if stat_module.S_ISREG(status.st_mode) else None
 
     def list(self, prefix: str) -> tuple[str, ...]:
+        return tuple(key for key, _ in self._entries(prefix))
+
+    def listing(self, prefix: str) -> tuple[ListedObject, ...]:
+        found: list[ListedObject] = []
+        for key, path in self._entries(prefix):
+            with explained("read", str(path)), suppress(FileNotFoundError):
+                status = path.lstat()
+                found.append(ListedObject(key, status.st_size, status.st_mtime))
+        return tuple(found)
+
+    def _entries(self, prefix: str) -> list[tuple[str, Path]]:
+        """The keys that start with `prefix`, sorted, and their files."""
         folder, _, _ = prefix.rpartition("/")
         start = self._path(folder) if folder else self.root
         with explained("list", str(start)):
-            keys = (path.relative_to(self.root).as_posix() for path in _walk(start))
-            return tuple(sorted(key for key in keys if key.startswith(prefix)))
+            found = ((path.relative_to(self.root).as_posix(), path) for path in _walk(start))
+            return sorted((key, path) for key, path in found if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -208,7 +230,7 @@ class LocalStore:
                     count += _sweep(below, older_than_s)
         return count
 
-    def local_path(self, key: str) -> Path | None:
+    def local_path(self, key: str) -> Path:
         return self._path(key)
 
     def _put(
@@ -287,6 +309,28 @@ def new_file(path: Path, what: str) -> Generator[int]:
             os.fsync(descriptor)
             os.replace(temp, path)
             sync_folder(path.parent)
+
+
+class _FileRanges:
+    """A file as a RangeSource."""
+
+    def __init__(self, uri: str, stream: BinaryIO) -> None:
+        found = os.fstat(stream.fileno())
+        self.uri = uri
+        self.size = found.st_size
+        self.version = f"{found.st_ino}-{found.st_mtime_ns}"
+        self._stream = stream
+
+    def read_into(self, start: int, buffer: memoryview, stopped: Stopped) -> None:
+        done = 0
+        with explained("read", self.uri):
+            while done < len(buffer) and not stopped():
+                count = os.preadv(self._stream.fileno(), [buffer[done:]], start + done)
+                if not count:
+                    raise StoreError(
+                        f"{self.uri} ends within bytes that were there; build it again"
+                    )
+                done += count
 
 
 class _Range(io.RawIOBase):

@@ -14,8 +14,9 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.build import BuildInputs, build_id
+from tensorize_assets.core.catalog import TensorFormat
 from tensorize_assets.core.errors import ManifestError
-from tensorize_assets.core.store import Reader, Store
+from tensorize_assets.core.store import Reader
 
 Size = Annotated[int, Field(ge=0)]
 
@@ -128,15 +129,18 @@ class AdapterEntry(jsonio.Record):
 
 
 class StockVllm(jsonio.Record):
-    """Whether vLLM without our plugin can load the build, and if not, why."""
+    """Whether vLLM without our plugin can load the build, and if not, why.
+
+    Where it can but slowly, `reasons` say how.
+    """
 
     loadable: bool
     reasons: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _says_why(self) -> StockVllm:
-        if self.loadable == bool(self.reasons):
-            raise ValueError("a build that stock vLLM cannot load needs reasons, others have none")
+        if not self.loadable and not self.reasons:
+            raise ValueError("a build that stock vLLM cannot load needs reasons")
         return self
 
 
@@ -152,7 +156,8 @@ class Manifest(jsonio.Record):
 
     `files` are all files of the directory but the manifest itself; `profile` is the whole
     profile as it was; `dtype` is the one vLLM resolved, such as `bfloat16`; `versions` are whole,
-    with local parts.
+    with local parts. `tensor_format` hf: `model.tensors` has the names of the repo's own weights,
+    and vLLM loads it on its slow path.
     """
 
     format: Literal[1] = 1
@@ -174,6 +179,7 @@ class Manifest(jsonio.Record):
     shards: tuple[ShardEntry, ...]
     adapters: tuple[AdapterEntry, ...] = ()
     encryption: EncryptionEntry | None = None
+    tensor_format: TensorFormat = "vllm"
 
     @property
     def tensor_files(self) -> tuple[str, ...]:
@@ -198,6 +204,8 @@ class Manifest(jsonio.Record):
     @model_validator(mode="after")
     def _names_its_build(self) -> Manifest:
         found = build_id(self.inputs)
+        if self.inputs.profile.get("format", "vllm") != self.tensor_format:
+            raise ValueError("the format of tensors differs between the inputs and the rest")
         if self.build_id != found:
             raise ValueError(f"build_id is {self.build_id}, but its inputs give {found}")
         if (self.inputs.model, self.inputs.commit) != (self.model, self.snapshot.commit):
@@ -256,7 +264,9 @@ class SignedManifest(NamedTuple):
 def encode(manifest: Manifest, key: signing.SecretKey) -> bytes:
     """Return the signed bytes of a manifest: the same for the same manifest and key."""
     payload = jsonio.dump_record(manifest)
-    # Builds with neither keep the bytes that they had in releases that knew neither.
+    # Builds without one of these keep the bytes that they had in releases that did not know it.
+    if manifest.tensor_format == "vllm":
+        del payload["tensor_format"]
     if not manifest.adapters:
         del payload["adapters"]
     if manifest.encryption is None:
@@ -280,7 +290,7 @@ def manifest_sha256(data: bytes) -> str:
 
 
 def read_manifest(
-    store: Store, directory: str, trusted: Collection[str] | None
+    store: Reader, directory: str, trusted: Collection[str] | None
 ) -> StoredManifest | None:
     """Return the manifest of an artifact directory of the store, or None when it has none.
 
@@ -320,27 +330,29 @@ def _from_payload(payload: dict[str, JsonValue], where: str) -> Manifest:
     return jsonio.load_record(Manifest, jsonio.canonical(payload, where), where, ManifestError)
 
 
-def places(manifest: Manifest) -> tuple[str, str]:
-    """Return the directories that a manifest may be of: a build's own, and a one-shot's."""
+def places(manifest: Manifest) -> tuple[str, ...]:
+    """Return the directories that a manifest may be of: a build's own, and a one-shot's.
+
+    A one-shot that is encrypted as vLLM's script does it lies where a plaintext one would.
+    """
     where_to = (manifest.model, manifest.suffix)
+    oneshot = layout.oneshot_dir(*where_to)
     if manifest.encryption is None:
-        return (
-            layout.artifact_dir(*where_to, manifest.build_id),
-            layout.oneshot_dir(*where_to),
-        )
+        return (layout.artifact_dir(*where_to, manifest.build_id), oneshot)
     return (
         layout.encrypted_dir(*where_to, manifest.build_id),
         layout.oneshot_encrypted_dir(*where_to),
+        oneshot,
     )
 
 
 def _require_place(manifest: Manifest, directory: str, where: str) -> None:
     """A valid manifest, put into another build's directory, must not speak for that build."""
-    own, oneshot = places(manifest)
-    if directory not in (own, oneshot):
+    allowed = places(manifest)
+    if directory not in allowed:
         raise ManifestError(
-            f"{where} belongs to {own}: it was moved or put back; restore this directory or build "
-            "it again"
+            f"{where} belongs to {allowed[0]}: it was moved or put back; restore this directory or "
+            "build it again"
         )
 
 

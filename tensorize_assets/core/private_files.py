@@ -19,18 +19,24 @@ SECRET_BYTES = 32
 _MAX_BYTES = 4096
 
 
-def read_private(path: Path, what: str, error: type[TensorizeAssetsError]) -> str:
+def read_private(
+    path: Path, what: str, error: type[TensorizeAssetsError], *, mounted: bool = False
+) -> str:
     """Return the text of the file at `path`, which is called `what` in messages.
 
     A link is followed: mounted secrets are links. It is the file behind it that must be private.
+    `mounted`: it may also be one that root owns and only a group of this process can read. So does
+    Kubernetes mount a Secret for a user that is not root, whatever mode it is told: the group is
+    the pod's `fsGroup`, and has no other members.
 
     Raises `error` when other users can open the file, OSError when it cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         # Of the open file: the one at the path may be another by the time it is read.
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        if mode & 0o077:
+        status = os.fstat(descriptor)
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & 0o077 and not (mounted and _is_of_our_group(status)):
             raise error(
                 f"the {what} {path} is open to other users (mode {mode:04o}): run "
                 f"`chmod 600 {path}`, or make a new key if one of them may have read it"
@@ -39,6 +45,14 @@ def read_private(path: Path, what: str, error: type[TensorizeAssetsError]) -> st
     finally:
         os.close(descriptor)
     return text.decode("ascii", errors="replace")
+
+
+def _is_of_our_group(status: os.stat_result) -> bool:
+    return (
+        status.st_uid == 0
+        and not status.st_mode & 0o037
+        and status.st_gid in (os.getegid(), *os.getgroups())
+    )
 
 
 def create_private(path: Path, write: Callable[[int], None]) -> None:

@@ -22,6 +22,8 @@ PROTOCOL_VERSION: Final = 1
 """Goes up when a request or a result changes its meaning or fields; apart from the package's."""
 
 REQUEST_EXTRA: Final = "request"
+SEALED_EXTRA: Final = "sealed"
+"""The Pipes extra with the worker's secrets, as `handover.seal` makes it."""
 PARENT_VARIABLE: Final = "TENSORIZE_ASSETS_PARENT_PID"
 """The process without which the worker has nobody to work for."""
 LAUNCH_VARIABLE: Final = "TENSORIZE_ASSETS_LAUNCH"

@@ -6,13 +6,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 from tensorize_assets.core import build_keys, channel, layout
+from tensorize_assets.core.audit_record import require_undamaged
 from tensorize_assets.core.build import base_id
 from tensorize_assets.core.channel import Channel, ChannelEntry, EncryptedVariant
 from tensorize_assets.core.errors import BuildMismatchError, EvidenceError, ManifestError
-from tensorize_assets.core.evidence import read_evidence
+from tensorize_assets.core.evidence import Evidence, read_evidence
 from tensorize_assets.core.manifest import Manifest, StoredManifest, read_manifest
 from tensorize_assets.core.signing import SecretKey
-from tensorize_assets.core.store import Store
+from tensorize_assets.core.store import Reader, Store
 
 
 def publish(
@@ -39,7 +40,9 @@ def publish(
     the rollback's.
 
     Raises:
-        ManifestError: no valid manifest, or of another build, or a file has another size.
+        ManifestError: no valid manifest, or of another build, or a file has another size; or the
+            last audit found it damaged; or retention removed it meanwhile: the message says
+            whether the channel was moved by then.
         EvidenceError: no evidence of a reload on `device`, or it did not pass.
         BuildMismatchError: its data key was changed since.
         ConflictError: others kept moving the channel.
@@ -55,9 +58,10 @@ def publish(
         require_evidence(store, other, device, version, trusted)
         manifests.append(other.manifest)
 
-    def require_current_keys() -> None:
+    def require_unchanged() -> None:
         for manifest in manifests:
             _require_current_key(store, manifest, trusted, seen)
+        _require_there(store, directory, *([encrypted.directory] if encrypted else []))
 
     moved = channel.append(
         store,
@@ -76,9 +80,36 @@ def publish(
         unless=lambda history: not republish and _rolled_back(history, build_id, version),
         # Asked of each history read, as `unless` is: a run with the new key then moves the channel
         # after this one, or has this one read it again.
-        require=require_current_keys,
+        require=require_unchanged,
     )
-    return moved.current_for(version) or moved.current
+    entry = moved.current_for(version) or moved.current
+    _require_still_there(store, model, suffix, *(place for _, place, _ in entry.manifests()))
+    return entry
+
+
+def _require_there(store: Store, *directories: str) -> None:
+    """Refuse a build that retention has removed since it was looked at."""
+    for directory in directories:
+        if store.stat(layout.manifest_key(directory)) is None:
+            raise ManifestError(
+                f"{store.uri(directory)} was removed meanwhile; materialize this partition from "
+                "hf_snapshot on, which builds it again"
+            )
+
+
+def _require_still_there(store: Store, model: str, suffix: str, *directories: str) -> None:
+    """Say so where retention removed what the channel now names.
+
+    A manifest that is there after the move stays: retention reads the channel after it removed one.
+    """
+    for directory in directories:
+        if store.stat(layout.manifest_key(directory)) is None:
+            raise ManifestError(
+                f"the channel of {model} {suffix} now names {store.uri(directory)}, which "
+                "retention removed meanwhile; unless it is put back, materialize this partition "
+                "from hf_snapshot on, which builds it again, or go back to another build with "
+                f"`tensorize rollback {model} {suffix}`"
+            )
 
 
 def _require_current_key(
@@ -134,6 +165,7 @@ def roll_back(
     Raises:
         StoreError: there is no such build in the channel's history.
         ManifestError, EvidenceError: that build can no longer be served; nothing was moved.
+        ManifestError: retention removed it as the channel was moved; the message says that it was.
     """
     entries = channel.rollback_target(store, model, suffix, to_build_id, trusted=trusted, seen=seen)
     for entry in entries:
@@ -143,11 +175,22 @@ def roll_back(
             require_evidence(store, stored, entry.device, entry.vllm_version, trusted)
     # By name: "the build before" is another one if somebody moves the channel meanwhile.
     target = entries[-1].build_id
-    moved = channel.rollback(store, key, model, suffix, target, trusted=trusted, seen=seen)
+    directories = [place for entry in entries for _, place, _ in entry.manifests()]
+    moved = channel.rollback(
+        store,
+        key,
+        model,
+        suffix,
+        target,
+        trusted=trusted,
+        require=lambda: _require_there(store, *directories),
+        seen=seen,
+    )
+    _require_still_there(store, model, suffix, *directories)
     return moved.current
 
 
-def require_same(store: Store, stored: StoredManifest, directory: str, sha256: str) -> None:
+def require_same(store: Reader, stored: StoredManifest, directory: str, sha256: str) -> None:
     """Raises ManifestError unless `stored` is the manifest whose SHA-256 was noted before."""
     if stored.sha256 != sha256:
         raise ManifestError(
@@ -157,12 +200,12 @@ def require_same(store: Store, stored: StoredManifest, directory: str, sha256: s
 
 
 def require_manifest(
-    store: Store, directory: str, build_id: str, trusted: Collection[str] | None
+    store: Reader, directory: str, build_id: str, trusted: Collection[str] | None
 ) -> StoredManifest:
     """The manifest of `directory`, whose files are all there in their sizes.
 
     Raises:
-        ManifestError: see `publish`.
+        ManifestError: see `publish`; or the last audit found it damaged.
     """
     stored = read_manifest(store, directory, trusted)
     if stored is None:
@@ -175,7 +218,22 @@ def require_manifest(
             f"{store.uri(directory)} holds build {stored.manifest.build_id}, not {build_id}; "
             "materialize this partition from hf_snapshot on"
         )
-    for file in stored.manifest.files:
+    require_whole(store, directory, stored.manifest, stored.sha256, trusted)
+    return stored
+
+
+def require_whole(
+    store: Reader,
+    directory: str,
+    manifest: Manifest,
+    sha256: str,
+    trusted: Collection[str] | None,
+) -> None:
+    """Raises ManifestError unless each file is there in its size, and no audit found damage.
+
+    `sha256` is the manifest's.
+    """
+    for file in manifest.files:
         place = layout.file_key(directory, file.path)
         size = store.stat(place)
         if size != file.size:
@@ -184,11 +242,11 @@ def require_manifest(
                 f"{store.uri(place)} {found}, its manifest says {file.size:,} bytes; restore it, "
                 "or remove the directory and build again"
             )
-    return stored
+    require_undamaged(store, directory, sha256, trusted)
 
 
 def require_evidence(
-    store: Store,
+    store: Reader,
     stored: StoredManifest,
     device: str,
     vllm_version: str,
@@ -203,10 +261,15 @@ def require_evidence(
             f"{where}: no evidence of a reload on {device} with vLLM {vllm_version}; materialize "
             "reload_check"
         )
+    require_passed(evidence, where)
+
+
+def require_passed(evidence: Evidence, where: str) -> None:
+    """Raises EvidenceError unless every check of a reload passed; `where` names the build."""
     if not evidence.passed:
         wrong = [check for check in evidence.checks if not check.passed]
         raise EvidenceError(
-            f"{where}: its last reload on {device} failed: "
+            f"{where}: its last reload on {evidence.device} failed: "
             + "; ".join(f"{check.name} ({check.description})" for check in wrong)
             + ". Mend the cause and materialize reload_check again"
         )

@@ -113,6 +113,7 @@ class RangedReader(io.BufferedIOBase):
         self._position = 0
         self._part_bytes = max(1, min(part_bytes, self._length))
         self._ahead = min(ahead, -(-self._length // self._part_bytes))
+        self._ahead_until = self._length
         self._parts: deque[_Part] = deque()
         self._free: list[memoryview] = []
         self._pool: ThreadPoolExecutor | None = None
@@ -124,6 +125,10 @@ class RangedReader(io.BufferedIOBase):
     def retries(self) -> int:
         """How many requests had to be made again so far."""
         return self._retries
+
+    def expect_until(self, position: int) -> None:
+        """Begin no part from `position` on before it is read."""
+        self._ahead_until = position
 
     def readable(self) -> bool:
         return True
@@ -205,7 +210,7 @@ class RangedReader(io.BufferedIOBase):
             self._drop(None)
         while parts and parts[0].end <= self._position:
             self._take_back(parts.popleft())
-        if not parts or (len(parts) <= self._ahead and parts[-1].end < self._length):
+        if not parts or (len(parts) <= self._ahead and parts[-1].end < self._ahead_until):
             self._request()
         part = parts[0]
         part.future.result()
@@ -219,7 +224,7 @@ class RangedReader(io.BufferedIOBase):
                 self._ahead, thread_name_prefix=f"read {self.source.uri[-40:]}"
             )
         start = self._parts[-1].end if self._parts else self._position
-        while len(self._parts) <= self._ahead and start < self._length:
+        while not self._parts or (len(self._parts) <= self._ahead and start < self._ahead_until):
             end = min(start + self._part_bytes, self._length)
             room = self._free.pop() if self._free else memoryview(bytearray(self._part_bytes))
             stop = threading.Event()
@@ -228,22 +233,8 @@ class RangedReader(io.BufferedIOBase):
             start = end
 
     def _fetch(self, start: int, buffer: memoryview, stop: threading.Event) -> None:
-        def again(state: tenacity.RetryCallState) -> bool:
-            error = state.outcome.exception() if state.outcome else None
-            return isinstance(error, StoreUnavailableError) and not stop.is_set()
-
-        def enough(state: tenacity.RetryCallState) -> bool:
-            idle_s = time.monotonic() - max(state.start_time, self._arrived)
-            return state.attempt_number >= _ATTEMPTS or idle_s >= _IDLE_S
-
-        tenacity.Retrying(
-            retry=again,
-            stop=enough,
-            wait=_WAIT,
-            sleep=tenacity.sleep_using_event(stop),
-            before_sleep=self._count,
-            reraise=True,
-        )(self.source.read_into, start, buffer, stop.is_set)
+        retrying = patiently(stop, lambda: self._arrived, self._count)
+        retrying(self.source.read_into, start, buffer, stop.is_set)
         self._arrived = time.monotonic()
 
     def _count(self, _: tenacity.RetryCallState) -> None:
@@ -266,6 +257,34 @@ class RangedReader(io.BufferedIOBase):
         ended, _ = wait([part.future for part in self._parts], timeout=patience_s)
         self._free += [part.view for part in self._parts if part.future in ended]
         self._parts.clear()
+
+
+def patiently(
+    stop: threading.Event,
+    arrived: Callable[[], float] = lambda: 0,
+    count: Callable[[tenacity.RetryCallState], None] | None = None,
+) -> tenacity.Retrying:
+    """How often, and how long, a part is asked for again where the way to it is in trouble.
+
+    `arrived` is when something last came, of this part or another, on the monotonic clock.
+    """
+
+    def again(state: tenacity.RetryCallState) -> bool:
+        error = state.outcome.exception() if state.outcome else None
+        return isinstance(error, StoreUnavailableError) and not stop.is_set()
+
+    def enough(state: tenacity.RetryCallState) -> bool:
+        idle_s = time.monotonic() - max(state.start_time, arrived())
+        return state.attempt_number >= _ATTEMPTS or idle_s >= _IDLE_S
+
+    return tenacity.Retrying(
+        retry=again,
+        stop=enough,
+        wait=_WAIT,
+        sleep=tenacity.sleep_using_event(stop),
+        before_sleep=count,
+        reraise=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -318,6 +318,23 @@ def split_uri(uri: str) -> tuple[str, str]:
     return bucket, layout.check_key(prefix) if prefix else ""
 
 
+@dataclass(frozen=True)
+class Preferred:
+    """What a command's own options say of S3, where they do."""
+
+    credentials: S3Credentials | None = None
+    endpoint_url: str | None = None
+
+
+_preferred = Preferred()
+
+
+def prefer(options: Preferred) -> None:
+    """Have `resolve` take these before all else from now on: in this process, and nowhere else."""
+    global _preferred
+    _preferred = options
+
+
 def resolve(
     settings: S3Settings | None = None,
     credentials: S3Credentials | None = None,
@@ -325,14 +342,18 @@ def resolve(
 ) -> S3Access:
     """Return how S3 is reached, each part from the first place that has it.
 
-    Credentials: `credentials`; the profile that `settings` names; S3_ACCESS_KEY_ID with
-    S3_SECRET_ACCESS_KEY (and S3_SESSION_TOKEN); boto3's own chain: AWS_* variables, web identity
-    (IRSA), the configuration files, container and instance roles. Endpoint: `settings`,
-    S3_ENDPOINT_URL, boto3's own. What is a pair is taken from one place as a whole.
+    Credentials: `credentials`; a command's options (see `prefer`); the profile that `settings`
+    names; S3_ACCESS_KEY_ID with S3_SECRET_ACCESS_KEY (and S3_SESSION_TOKEN); boto3's own chain:
+    AWS_* variables, web identity (IRSA), the configuration files, container and instance roles.
+    Endpoint: a command's options, `settings`, S3_ENDPOINT_URL, boto3's own. What is a pair is taken
+    from one place as a whole.
 
     Raises StoreError when a place has one key of the two, or S3_ENDPOINT_URL is no URL.
     """
     settings = settings or S3Settings()
+    if _preferred.endpoint_url is not None:
+        settings = settings.model_copy(update={"endpoint_url": _preferred.endpoint_url})
+    credentials = credentials or _preferred.credentials
     endpoint = environ.get("S3_ENDPOINT_URL")
     if settings.endpoint_url is None and endpoint:
         try:

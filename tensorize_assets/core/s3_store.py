@@ -51,7 +51,8 @@ from tensorize_assets.core.s3_errors import (
 from tensorize_assets.core.store import (
     FileDigest,
     Hasher,
-    Store,
+    ListedObject,
+    Reader,
     StoredObject,
     conflict,
     read_chunks,
@@ -166,7 +167,7 @@ class S3Store:
         with new_file(path, self.uri(key)) as descriptor:
             # Left in this order: what the reader does not wait for writes nothing afterwards.
             with (
-                closing(_Tee(self._source(key), descriptor)) as source,
+                closing(_Tee(self.ranges(key), descriptor)) as source,
                 RangedReader(source) as stream,
             ):
                 while count := stream.readinto1(room):
@@ -180,10 +181,15 @@ class S3Store:
             raise StoreError(
                 f"{self.uri(key)} has no bytes {start} to {end}; ask for a range that exists"
             )
-        source = self._source(key)
+        source = self.ranges(key)
         return cast("BinaryIO", RangedReader(source, min(start, source.size), end))
 
-    def copy(self, source_key: str, key: str, *, source: Store | None = None) -> bool:
+    def ranges(self, key: str) -> S3Source:
+        at = self._at(key)
+        explain = partial(self._explained, "get", key)
+        return S3Source(self._client, at["Bucket"], at["Key"], self.uri(key), explain)
+
+    def copy(self, source_key: str, key: str, *, source: Reader | None = None) -> bool:
         at = self._at(key)
         origin = self if source is None else source
         if not isinstance(origin, S3Store) or not self._reaches(origin):
@@ -209,14 +215,22 @@ class S3Store:
         return None if head is None else head.size
 
     def list(self, prefix: str) -> tuple[str, ...]:
+        return tuple(found.key for found in self.listing(prefix))
+
+    def listing(self, prefix: str) -> tuple[ListedObject, ...]:
         folder, _, _ = prefix.rpartition("/")
         if folder:
             layout.check_key(folder)
         skip = len(self._full(""))
         with self._explained("list", prefix):
-            found = [entry["Key"][skip:] for entry in self._entries(prefix)]
+            found = [
+                ListedObject(entry["Key"][skip:], entry["Size"], entry["LastModified"].timestamp())
+                for entry in self._entries(prefix)
+            ]
         # Consoles mark folders by objects named with a slash at the end.
-        return tuple(sorted(key for key in found if not key.endswith("/") and not _is_ours(key)))
+        return tuple(
+            sorted(one for one in found if not one.key.endswith("/") and not _is_ours(one.key))
+        )
 
     def delete(self, key: str) -> None:
         with self._explained("delete", key):
@@ -262,11 +276,6 @@ class S3Store:
 
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._full(layout.check_key(key))}
-
-    def _source(self, key: str) -> S3Source:
-        at = self._at(key)
-        explain = partial(self._explained, "get", key)
-        return S3Source(self._client, at["Bucket"], at["Key"], self.uri(key), explain)
 
     def _explained(self, verb: str, key: str) -> Any:
         return explained(verb, self.uri(key), self.access)

@@ -17,6 +17,7 @@ import base64
 import os
 import random
 import secrets
+import stat
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from pydantic import (
     AfterValidator,
     AwareDatetime,
     Field,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -47,7 +49,7 @@ from tensorize_assets.core.private_files import (
     read_private,
     secret_from_text,
 )
-from tensorize_assets.core.store import Store
+from tensorize_assets.core.store import Reader, Store
 
 PRIVATE_KEY_VARIABLE = "TENSORIZE_ASSETS_PRIVATE_KEY"
 """The environment variable that holds a private key where there is no file of one."""
@@ -191,7 +193,12 @@ def _checked(text: str) -> str:
         raise ValueError(str(error)) from None
 
 
-PublicKey = Annotated[str, AfterValidator(_checked)]
+KEY_PATTERN = "^[A-Za-z0-9+/]{43}=$"
+"""How a public key of 32 bytes reads: base64."""
+
+PublicKey = Annotated[
+    str, AfterValidator(_checked), WithJsonSchema({"type": "string", "pattern": KEY_PATTERN})
+]
 
 
 class Recipient(jsonio.Record):
@@ -298,11 +305,11 @@ def generate_private_key(path: Path) -> PrivateKey:
     return key
 
 
-def load_private_key(path: Path | None = None) -> PrivateKey:
+def load_private_key(path: Path | None = None, *, mounted: bool = False) -> PrivateKey:
     """Return the private key at `path`, or else in TENSORIZE_ASSETS_PRIVATE_KEY.
 
     The text is that of `generate_private_key`, or base64 or hex of 32 bytes. Lines that start
-    with # do not count.
+    with # do not count. `mounted` as for `read_private`.
 
     Raises SealingError when others can read the file, when it holds no key, or when there is
     neither file nor variable.
@@ -310,7 +317,7 @@ def load_private_key(path: Path | None = None) -> PrivateKey:
     if path is not None:
         try:
             with _file_errors("read the private key", path):
-                text = read_private(path, "private key", SealingError)
+                text = read_private(path, "private key", SealingError, mounted=mounted)
         except SealingError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
@@ -324,6 +331,24 @@ def load_private_key(path: Path | None = None) -> PrivateKey:
     raise SealingError(
         f"there is no private key: give the path of its file, or set {PRIVATE_KEY_VARIABLE}"
     )
+
+
+def require_keyfile(path: Path) -> None:
+    """Raises SealingError unless the file holds a raw key, and nobody else can open it."""
+    with _file_errors("read the keyfile", path):
+        status = path.stat()
+    # First: of a folder or a device nobody should change the mode.
+    if not stat.S_ISREG(status.st_mode) or status.st_size != DATA_KEY_BYTES:
+        raise SealingError(
+            f"the keyfile {path} is no file of {DATA_KEY_BYTES} bytes: write it with `tensorize "
+            "keys unseal`, and nothing behind the key"
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise SealingError(
+            f"the keyfile {path} is open to other users (mode {mode:04o}): run `chmod 600 {path}`, "
+            "or rotate the key if one of them may have read it"
+        )
 
 
 def write_keyfile(data_key: DataKey, path: Path) -> None:
@@ -367,7 +392,7 @@ def new_data_key(
 
 
 def unseal(
-    store: Store, key_id: str, private_key: PrivateKey, *, trusted: Collection[str] | None
+    store: Reader, key_id: str, private_key: PrivateKey, *, trusted: Collection[str] | None
 ) -> DataKey:
     """Return the data key `key_id`, opened with a recipient's private key.
 
@@ -457,7 +482,7 @@ def amend(
     return _reseal(store, key_id, private_key, amended, signing_key, trusted, when)
 
 
-def read_record(store: Store, key_id: str, trusted: Collection[str] | None) -> StoredRecord:
+def read_record(store: Reader, key_id: str, trusted: Collection[str] | None) -> StoredRecord:
     """Return the history of a data key's recipients.
 
     Raises SealingError when there is no such key, SignatureError for a signature that is missing,

@@ -32,7 +32,9 @@ from tensorize_assets.core.private_files import (
 KEY_VARIABLE = "TENSORIZE_ASSETS_SIGNING_KEY"
 """The environment variable whose value, when not empty, is used instead of the key file's."""
 
-DocumentType = Literal["manifest", "evidence", "channel", "recipients", "seal", "build-key"]
+DocumentType = Literal[
+    "manifest", "evidence", "channel", "recipients", "seal", "build-key", "audit", "blocks"
+]
 
 _FIELD = "signature"
 

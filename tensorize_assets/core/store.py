@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 from tensorize_assets.core.errors import ConflictError, StoreError
 
 if TYPE_CHECKING:
+    from tensorize_assets.core.ranged import RangeSource
     from tensorize_assets.core.s3 import S3Access
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -26,6 +27,17 @@ class StoredObject(NamedTuple):
 
     data: bytes
     etag: str
+
+
+class ListedObject(NamedTuple):
+    """An object as a listing shows it: its size in bytes, and when it was written.
+
+    `modified` is in seconds of the epoch, by the store's clock.
+    """
+
+    key: str
+    size: int
+    modified: float
 
 
 class FileDigest(NamedTuple):
@@ -116,7 +128,7 @@ class Store(Reader, Protocol):
         """
         ...
 
-    def copy(self, source_key: str, key: str, *, source: Store | None = None) -> bool:
+    def copy(self, source_key: str, key: str, *, source: Reader | None = None) -> bool:
         """Copy an object of `source` (None: this store) without its bytes passing through here.
 
         Returns False, with nothing done, where the two stores cannot do that. Raises StoreError
@@ -124,8 +136,19 @@ class Store(Reader, Protocol):
         """
         ...
 
+    def ranges(self, key: str) -> RangeSource:
+        """Return an object any parts of which can be read, by any thread, untried a second time.
+
+        Raises StoreError when it is absent.
+        """
+        ...
+
     def list(self, prefix: str) -> tuple[str, ...]:
         """Return the keys that start with `prefix`, sorted."""
+        ...
+
+    def listing(self, prefix: str) -> tuple[ListedObject, ...]:
+        """Return what `list` does, with sizes and times, sorted by key."""
         ...
 
     def delete(self, key: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
-from tensorize_assets.core.jsonio import Record
+from tensorize_assets.core.catalog import Sharding, TensorFormat
+from tensorize_assets.core.jsonio import Commit, Record
 from tensorize_assets.core.manifest import (
     AdapterEntry,
     DtypeCensus,
@@ -28,34 +29,82 @@ DATA_KEY = "data_key"
 OLD_DATA_KEY = "old_data_key"
 """The secret with which a worker opens what it encrypts anew."""
 
+# direct: into vLLM's own tensors; slow: through the model's load_weights, name by name.
+LoadPath = Literal["direct", "slow"]
+
 # What an artifact's tensors were read from.
 LoadSource = Literal["disk", "s3", "presigned_url", "public_url"]
 
 
-class ShardRequest(WorkerRequest):
-    """Build every tensor-parallel rank of a snapshot and store it under `directory`.
+class MirroredSnapshot(Record):
+    """A snapshot in the mirror of the request's root, and what each of its files is to be.
 
-    `encrypted`: with the secret DATA_KEY, so that no plaintext tensor is written anywhere.
+    `trusted` are public keys whose lists of blocks are believed, by which parts can be read.
     """
 
-    task: Literal["shard"] = "shard"
+    model: str
+    commit: Commit
+    files: tuple[FileEntry, ...]
+    trusted: tuple[str, ...] = ()
+
+
+class SnapshotSource(Record):
+    """Where a worker finds a snapshot: in a folder that it sees, or in the mirror.
+
+    Read from a plain str, it is a folder.
+    """
+
+    folder: str | None = None
+    mirrored: MirroredSnapshot | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_path(cls, value: object) -> object:
+        return {"folder": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> SnapshotSource:
+        if (self.folder is None) == (self.mirrored is None):
+            raise ValueError("give either a folder or a mirrored snapshot")
+        return self
+
+
+class _WriteRequest(WorkerRequest):
+    """`encrypted`: with the secret DATA_KEY, so that no plaintext tensor is written anywhere."""
+
     model: str
     suffix: str
-    snapshot_dir: str
+    snapshot: SnapshotSource
     root: str
     directory: str
     scratch_dir: str
-    tensor_parallel_size: int
     dtype: str
     serialization_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     s3: S3Settings | None = None
     encrypted: bool = False
 
 
+class ShardRequest(_WriteRequest):
+    """Build every tensor-parallel rank of a snapshot, or some, and store it under `directory`.
+
+    `device` is where the ranks are in executor mode; they are all built at once. `shares_machine`:
+    ranks that are built apart may be on one machine, where they read some tensors once for all.
+    """
+
+    task: Literal["shard"] = "shard"
+    tensor_parallel_size: int
+    ranks: tuple[int, ...] | None = None
+    shares_machine: bool = True
+    sharding: Sharding = "virtual"
+    device: Device = "cpu"
+
+
 class ShardResult(WorkerResult):
     """What was written. `seconds` by stage: configure, load, census, write, store.
 
+    `source_bytes` are what was read of the weights, where they were read by ranges from the mirror.
     `store` is reading back, verifying and storing; it runs beside the building of the next rank.
+    In executor mode load, census and write are the slowest rank's, and `start` all the rest of it.
     """
 
     dtype: str
@@ -65,29 +114,41 @@ class ShardResult(WorkerResult):
     census: DtypeCensus
     tied: tuple[TiedGroup, ...]
     stock_vllm: StockVllm
+    tensor_format: TensorFormat = "vllm"
+    sharding: Sharding = "virtual"
     versions: dict[str, str]
     seconds: dict[str, float]
+    source_bytes: int | None = None
+
+
+class HfTensorsRequest(_WriteRequest):
+    """Write the snapshot's own tensors, under their own names, into one file of `directory`.
+
+    A ShardResult comes of it.
+    """
+
+    task: Literal["hf_tensors"] = "hf_tensors"
 
 
 class AdapterSnapshot(Record):
-    """A LoRA adapter as it was downloaded: `folder` holds its weights and adapter_config.json."""
+    """A LoRA adapter as it was downloaded: `source` has its weights and adapter_config.json."""
 
     name: str
     repo: str
     snapshot: SnapshotEntry
-    folder: str
+    source: SnapshotSource
 
 
 class AdaptersRequest(WorkerRequest):
     """Write every adapter's tensors and its config below `directory`.
 
-    `base_folder` is the snapshot of the model that they are for. `encrypted` as in ShardRequest.
+    `base` is the snapshot of the model that they are for. `encrypted` as in ShardRequest.
     """
 
     task: Literal["adapters"] = "adapters"
     model: str
     suffix: str
-    base_folder: str
+    base: SnapshotSource
     adapters: tuple[AdapterSnapshot, ...]
     root: str
     directory: str
@@ -160,7 +221,7 @@ class Answers(Record):
 
 
 class TensorReport(Record):
-    """One tensor as it stands in the loaded model, before post-load processing."""
+    """One tensor as it stands in the loaded model, before post-load processing; see RankLoad."""
 
     sha256: str
     finite: bool
@@ -170,7 +231,8 @@ class RankLoad(Record):
     """How one rank was loaded. Memory is the rank's resident set, in bytes.
 
     `seconds` is the whole load, with what had to be read again: `part_retries` counts requests,
-    `restarts` how often the file was begun anew.
+    `restarts` how often the file was begun anew. `tensors` of a slow load are the file's, as they
+    were read from it, and not as vLLM has put them together.
     """
 
     rank: int
@@ -187,6 +249,7 @@ class RankLoad(Record):
     source: LoadSource = "disk"
     part_retries: int = 0
     restarts: int = 0
+    path: LoadPath = "direct"
 
 
 class _EngineRequest(WorkerRequest):
@@ -201,12 +264,15 @@ class _EngineRequest(WorkerRequest):
 class ReferenceRequest(_EngineRequest):
     """Load the source snapshot with vLLM's default loader and ask it the prompts.
 
-    With adapters, each is asked too, in the same engine, from its own repo's files.
+    With adapters, each is asked too, in the same engine, from its own repo's files. `root` is for
+    what is mirrored.
     """
 
     task: Literal["reference"] = "reference"
-    folder: str
+    snapshot: SnapshotSource
     adapters: tuple[AdapterSnapshot, ...] = ()
+    root: str | None = None
+    s3: S3Settings | None = None
 
 
 class ReferenceResult(WorkerResult):
@@ -234,6 +300,22 @@ class ReloadRequest(_EngineRequest):
     encrypted: bool = False
     s3: S3Settings | None = None
     deserialization_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class SelfCheckRequest(_EngineRequest):
+    """Load any tensorizer files as vLLM does and ask the prompts; a ReloadResult comes of it.
+
+    `folder` holds config and tokenizer. `tensors` is a path or URI, with a template for the rank
+    (%03d) where there are several; `settings` are vLLM's for tensorizer, without any secret.
+    `encrypted`: with the secret DATA_KEY.
+    """
+
+    task: Literal["self_check"] = "self_check"
+    folder: str
+    tensors: str
+    settings: dict[str, JsonValue] = Field(default_factory=dict)
+    encrypted: bool = False
+    s3: S3Settings | None = None
 
 
 class Refusal(Record):

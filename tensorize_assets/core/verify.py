@@ -150,7 +150,10 @@ def _verify(
     if listing is None:
         notes.append("files that the manifest does not name cannot be looked for over HTTP")
     else:
-        problems += _extra_files(listing, directory, found.manifest)
+        problems += [
+            Problem(kind="extra", path=path, message=f"{path} is not in the manifest")
+            for path in extra_files(listing, directory, found.manifest)
+        ]
     return VerifyReport(
         where=where,
         manifest=found.manifest,
@@ -203,12 +206,10 @@ def _differs(kind: Literal["size", "hash"], entry: FileEntry, found: str, expect
     return Problem(kind=kind, path=entry.path, message=message)
 
 
-def _extra_files(store: Store, directory: str, manifest: Manifest) -> list[Problem]:
+def extra_files(store: Store, directory: str, manifest: Manifest) -> list[str]:
+    """Return the paths of files in an artifact directory that its manifest does not name."""
     start = f"{directory}/" if directory else ""
     known = {layout.MANIFEST, layout.PROVENANCE, *(entry.path for entry in manifest.files)}
     paths = (key.removeprefix(start) for key in store.list(start))
     # A name that is not UTF-8 can be reported only with its odd bytes replaced.
-    extra = (os.fsencode(path).decode(errors="replace") for path in paths if path not in known)
-    return [
-        Problem(kind="extra", path=path, message=f"{path} is not in the manifest") for path in extra
-    ]
+    return [os.fsencode(path).decode(errors="replace") for path in paths if path not in known]

@@ -25,6 +25,8 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from tensorize_assets.demo.hub_push import Pushes
+
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf")
 LFS_SIZE = 10 * 1024 * 1024
 """Files of this size in bytes or more are LFS files whatever their name, as on the Hub."""
@@ -106,6 +108,7 @@ class _State:
         self.faults: list[Fault] = []
         self.log: list[Request] = []
         self.lock = threading.Lock()
+        self.pushes: Pushes | None = None
 
     def take_fault(self, method: str, path: str) -> Fault | None:
         with self.lock:
@@ -133,10 +136,11 @@ class LocalHub:
     """A Hub that serves what it is given; usable as a context manager.
 
     `latency_s` is waited before every answer; `bytes_per_s` bounds how fast each body goes out.
-    `page_size` is the number of entries in one page of a file tree.
+    `page_size` is the number of entries in one page of a file tree. `port` 0 is any free one.
     """
 
-    def __init__(self, *, page_size: int = 1000) -> None:
+    def __init__(self, *, page_size: int = 1000, port: int = 0) -> None:
+        self.port = port
         self.latency_s = 0.0
         self.bytes_per_s: float | None = None
         self.page_size = page_size
@@ -195,6 +199,24 @@ class LocalHub:
         repo.name = new
         self._state.repos[new] = repo
         self._state.renamed[old] = new
+
+    # Pushes
+
+    def accept_pushes(self, folder: Path, token: str) -> None:
+        """Let whoever has `token` push, and make again what was pushed into `folder` before."""
+        self._state.tokens.add(token)
+        self._state.pushes = Pushes(self, folder, token)
+        self._state.pushes.replay()
+
+    def files(self, repo_id: str, branch: str) -> Mapping[str, _File] | None:
+        """What a branch holds now; None where there is none."""
+        repo = self._state.repos.get(repo_id)
+        commit = repo.at(branch) if repo else None
+        return commit and commit.files
+
+    def is_large(self, path: str, size: int) -> bool:
+        """Whether such a file is kept by Git LFS."""
+        return _is_large(path, size)
 
     # Faults
 
@@ -256,8 +278,10 @@ class LocalHub:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def start(self) -> Self:
-        """Listen on a free port of 127.0.0.1."""
-        self._server = _Server(("127.0.0.1", 0), lambda *args: _Handler(self, self._state, *args))
+        """Listen on 127.0.0.1."""
+        self._server = _Server(
+            ("127.0.0.1", self.port), lambda *args: _Handler(self, self._state, *args)
+        )
         threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         ).start()
@@ -345,6 +369,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer()
+
+    def do_POST(self) -> None:
+        self._push()
+
+    def do_PUT(self) -> None:
+        self._push()
+
+    def _push(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        # What of a refused push is not read would be taken for the next request.
+        closing = {"Connection": "close"}
+        if self._state.pushes is None:
+            self._error(403, None, "nobody may push to this Hub", closing)
+            return
+        path = urlsplit(self.path).path
+        authorization = self.headers.get("Authorization")
+        answer = self._state.pushes.answer(self.command, path, authorization, self.rfile, length)
+        self._json(answer.status, answer.body, closing)
 
     def _answer(self) -> None:
         if self._hub.latency_s:
@@ -554,6 +596,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
+def _is_large(path: str, size: int) -> bool:
+    return size >= LFS_SIZE or path.endswith(LFS_SUFFIXES)
+
+
 def _identify(path: str, source: bytes | Path) -> _File:
     size = source.stat().st_size if isinstance(source, Path) else len(source)
     sha256 = hashlib.sha256()
@@ -561,7 +607,7 @@ def _identify(path: str, source: bytes | Path) -> _File:
     for chunk in _read(source, 0, size):
         sha256.update(chunk)
         git.update(chunk)
-    if size < LFS_SIZE and not path.endswith(LFS_SUFFIXES):
+    if not _is_large(path, size):
         return _File(source, size, sha256.hexdigest(), git.hexdigest(), None)
     pointer = (
         "version https://git-lfs.github.com/spec/v1\n"

@@ -6,7 +6,7 @@ import re
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,25 +14,33 @@ from typing import Any
 import tenacity
 import torch
 from tensorizer import TensorDeserializer
-from tensorizer.serialization import CryptographyError, HashMismatchError, HashType
-from vllm.config import ModelConfig, VllmConfig
+from tensorizer._NumpyTensor import _NumpyTensor
+from tensorizer.serialization import (
+    OPAQUE_DTYPE_SEP,
+    CryptographyError,
+    HashMismatchError,
+    HashType,
+)
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import tensorizer as vllm_tensorizer
 from vllm.model_executor.model_loader.tensorizer import TensorizerArgs, TensorizerConfig
 from vllm.model_executor.model_loader.tensorizer_loader import TensorizerLoader
 from vllm.model_executor.model_loader.utils import (
+    get_model_cls,
     initialize_model,
     process_weights_after_loading,
 )
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from tensorize_assets.core.errors import StoreError, StoreUnavailableError
-from tensorize_assets.core.tasks import RankLoad
-from tensorize_assets.vllm_plugin import report, streams
+from tensorize_assets.core import serving
+from tensorize_assets.core.errors import ManifestError, StoreError, StoreUnavailableError
+from tensorize_assets.core.tasks import RankLoad, TensorReport
+from tensorize_assets.vllm_plugin import quantized_layers, report, streams
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _MARKER = ".vllm_tensorized_marker"
 
@@ -54,6 +62,13 @@ class TensorizedModelLoader(TensorizerLoader):
     stay tied. No `dtype` is passed on: what was stored is what is loaded. Then the post-load
     step runs, as after any other load in vLLM.
     """
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        served = serving.current()
+        if served is not None and not self.tensorizer_config.encryption_keyfile:
+            # Not among vLLM's arguments: it logs them, and the process list shows them.
+            self.tensorizer_config.encryption_keyfile = served.keyfile
 
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
@@ -83,6 +98,9 @@ class TensorizedModelLoader(TensorizerLoader):
         # Before the model takes its memory: a file that is not there, or is refused, shows here.
         file = self._find()
         device = torch.device(_device())
+        if quantized_layers.needs_names(vllm_config.quant_config):
+            fused = getattr(get_model_cls(model_config), "packed_modules_mapping", None)
+            quantized_layers.tell(vllm_config.quant_config, self._names(file), fused or {})
         with set_default_torch_dtype(model_config.dtype):
             # On the real device: plain tensor attributes, which the file does not hold, are
             # computed here. Parameters are allocated but untouched until theirs is read.
@@ -104,6 +122,20 @@ class TensorizedModelLoader(TensorizerLoader):
 
     def _look(self) -> streams.TensorFile:
         return streams.find(self._uri(), arguments_of(self.tensorizer_config).stream_kwargs)
+
+    def _names(self, file: streams.TensorFile) -> frozenset[str]:
+        def look() -> frozenset[str]:
+            arguments = arguments_of(self.tensorizer_config).deserialization_kwargs
+            with (
+                file_errors(file.uri),
+                file.glance() as stream,
+                streams.Deserializer(
+                    stream, device="cpu", lazy_load=True, **{**arguments, "num_readers": 1}
+                ) as deserializer,
+            ):
+                return frozenset(str(path.normalize_()) for path in deserializer._metadata)
+
+        return _beginnings(partial(_log_again, "reading the file's index"))(look)
 
     def _fill(self, model: torch.nn.Module, file: streams.TensorFile) -> None:
         """Read the file into the model, from its beginning again when the stream breaks.
@@ -137,11 +169,17 @@ class TensorizedModelLoader(TensorizerLoader):
             torch.no_grad(),
         ):
             require_whole(file, deserializer)
+            _require_served(deserializer, file.uri)
             if _MARKER not in deserializer and not self.tensorizer_config.vllm_tensorized:
-                _load_plain(model, deserializer)
+                _load_plain(model, deserializer, reading)
                 return
             sink = _Sink(model, tuple(deserializer.keys()))
-            deserializer.load_into_module(sink)  # type: ignore[arg-type]
+            if _device() == "cpu" and not deserializer._encrypted:
+                _fill_in_place(sink, deserializer)
+            deserializer.load_into_module(
+                sink,  # type: ignore[arg-type]
+                lambda name: name not in sink.filled,
+            )
             seconds = time.perf_counter() - reading.start
             size = deserializer.total_tensor_bytes
             header_hashes = {
@@ -192,6 +230,53 @@ class _Reading:
         return self.earlier_retries + self.file.retries
 
 
+def _fill_in_place(sink: _Sink, deserializer: streams.Deserializer) -> None:
+    """Read what fits into the memory that the model's tensors have; tensorizer reads the rest.
+
+    Of weights that are tied one is read, unless somebody wants to know what the file holds.
+    """
+    rooms: dict[Any, memoryview] = {}
+    taken: dict[int, Any] = {}
+    for key, entry in deserializer._metadata.items():
+        name = str(key.normalize_())
+        tensor = sink.slots[name].tensor if name in sink.slots else None
+        if tensor is None or not _fits(tensor, entry):
+            continue
+        if taken.setdefault(tensor.data_ptr(), key) is key:
+            rooms[key] = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        elif deserializer._verify_hash or report.checking():
+            continue
+        sink.filled.add(name)
+    deserializer.read_into(rooms)
+
+
+def _fits(tensor: torch.Tensor, entry: Any) -> bool:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return False
+    form = _NumpyTensor.from_tensor(tensor)
+    dtype = form.numpy_dtype + (f"{OPAQUE_DTYPE_SEP}{form.torch_dtype}" if form.is_opaque else "")
+    own = (dtype, tuple(tensor.shape), tensor.nbytes)
+    # Without data: a tensor that was on no device when it was written.
+    return bool(entry.data_length) and own == (entry.dtype, tuple(entry.shape), entry.data_length)
+
+
+def _load_of(reading: _Reading, seconds: float, size: int, **more: Any) -> RankLoad:
+    """How this rank was loaded; `more` is what only the one path or the other knows."""
+    return RankLoad(
+        rank=get_tensor_model_parallel_rank(),
+        device="cpu" if current_platform.is_cpu() else "cuda",
+        device_name=report.device_name(),
+        seconds=seconds,
+        bytes=size,
+        host_memory_before=reading.memory,
+        host_memory_after=report.host_memory(),
+        source=reading.file.source,
+        part_retries=reading.retries,
+        restarts=reading.restarts,
+        **more,
+    )
+
+
 def _report(
     sink: _Sink,
     header_hashes: dict[str, Any],
@@ -200,37 +285,68 @@ def _report(
     reading: _Reading,
     missing: list[str],
 ) -> None:
-    after = report.host_memory()
+    # First: hashing takes memory of its own.
+    load = _load_of(reading, seconds, size, missing=missing, unexpected=sink.unexpected)
     tensors = {name: slot.tensor for name, slot in sink.slots.items() if name in sink.filled}
-    on_meta = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
-    report.write(
-        RankLoad(
-            rank=get_tensor_model_parallel_rank(),
-            device="cpu" if current_platform.is_cpu() else "cuda",
-            device_name=report.device_name(),
-            seconds=seconds,
-            bytes=size,
-            host_memory_before=reading.memory,
-            host_memory_after=after,
-            tensors=report.tensor_reports(
-                {name: tensor for name, tensor in tensors.items() if not tensor.is_meta},
-                header_hashes,
-            ),
-            missing=tuple(missing),
-            unexpected=tuple(sink.unexpected),
-            on_meta=tuple(on_meta),
-            source=reading.file.source,
-            part_retries=reading.retries,
-            restarts=reading.restarts,
-        )
+    there = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    found = {
+        "on_meta": tuple(sorted(tensors.keys() - there)),
+        "tensors": report.tensor_reports(there, header_hashes) if report.checking() else {},
+    }
+    report.write(load.model_copy(update=found))
+
+
+def _load_plain(
+    model: torch.nn.Module, deserializer: TensorDeserializer, reading: _Reading
+) -> None:
+    """Load a file with a Hugging Face model's own names, by vLLM's slow path.
+
+    Raises RuntimeError where vLLM finds no place for a tensor, or is left without one.
+    """
+    uri = reading.file.uri
+    logger.warning(
+        "%s has no vLLM marker: its tensors go through the CPU and load_weights (the slow path)",
+        uri,
     )
-
-
-def _load_plain(model: torch.nn.Module, deserializer: TensorDeserializer) -> None:
-    """Load a Hugging Face model that others have tensorized: vLLM's own names and shards."""
     # vLLM's loaders copy from it, piece by piece; a device has no room for both.
     deserializer._device = torch.device("cpu")
-    model.load_weights(deserializer.items())  # type: ignore[operator]
+    tensors: dict[str, TensorReport] = {}
+    handed_over = False
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal handed_over
+        # Past tensorizer's cache, which would hold the whole model.
+        with closing(deserializer._bulk_load_uncached(list(deserializer._metadata))) as loaded:
+            for data in loaded:
+                name, tensor = str(data.header.name.normalize_()), data.parameter
+                if report.checking():
+                    hashes = deserializer._metadata[data.header.name].header_hashes or {}
+                    tensors.update(
+                        report.tensor_reports({name: tensor}, {name: hashes[HashType.SHA256]})
+                    )
+                handed_over = True
+                yield name, tensor
+                handed_over = False
+
+    try:
+        filled = model.load_weights(read())  # type: ignore[operator]
+    except (AttributeError, AssertionError, KeyError, RuntimeError, ValueError) as error:
+        if not handed_over:
+            raise  # of the file, and not of what vLLM does with a tensor
+        raise RuntimeError(
+            f"{uri} is not a file of this model: load_weights of {type(model).__name__} says "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    seconds = time.perf_counter() - reading.start
+    # Models of which vLLM knows what was loaded say so; others are believed, as by vLLM.
+    own = {name for name, _ in model.named_parameters()} if filled is not None else set()
+    missing = sorted(own - (filled or set()))
+    if report.reporting():
+        size = deserializer.total_tensor_bytes
+        load = _load_of(reading, seconds, size, tensors=tensors, missing=missing, path="slow")
+        report.write(load)
+    if missing:
+        raise RuntimeError(f"{uri} is not a file of this model: {_names('missing', missing)}")
 
 
 @dataclass
@@ -376,6 +492,26 @@ def require_whole(file: streams.TensorFile, deserializer: TensorDeserializer) ->
         raise ValueError(f"it has {file.size:,} bytes, and its tensors end at byte {end:,}")
     if deserializer._tensors_begin > min(entry.offset for entry in entries):
         raise ValueError("its index reaches into its tensors")
+
+
+def _require_served(deserializer: streams.Deserializer, uri: str) -> None:
+    """Hold a file's tensors against the manifest of what is served, now and as they are read.
+
+    Raises ManifestError, as does reading, for tensors that are not those that were reloaded.
+    """
+    served = serving.current()
+    if served is None:
+        return
+    shard = serving.manifest_of(served).shards[get_tensor_model_parallel_rank()]
+    published = streams.Published(
+        f"{uri} is not the file that build {served.build_id} was published with; restore it, or "
+        "roll back: who wrote it?",
+        {tensor.name: tensor.sha256 for tensor in shard.tensors},
+    )
+    stored = {str(path.normalize_()) for path in deserializer._metadata} - {_MARKER}
+    if others := sorted(stored ^ published.sha256.keys()):
+        raise ManifestError(f"{published.refusal} ({_names('other', others)})")
+    deserializer.published = published
 
 
 def _beginnings(before_sleep: Callable[[tenacity.RetryCallState], None]) -> tenacity.Retrying:

@@ -12,23 +12,44 @@ import psutil
 import torch
 from vllm.platforms import current_platform
 
+from tensorize_assets.core import serving
 from tensorize_assets.core.errors import StoreError, StoreUnavailableError
 from tensorize_assets.core.jsonio import Record
 from tensorize_assets.core.tasks import RankLoad, TensorReport
 
-# Set by the reload check for the engine it starts; unset in production, where nothing is reported.
+# Set by the reload check for the engine it starts.
 FOLDER_VARIABLE = "TENSORIZE_ASSETS_LOAD_REPORT"
 
 
-def reporting() -> bool:
-    """Whether this process was asked to report its load."""
+def checking() -> bool:
+    """Whether this process loads for the reload check, which wants every tensor's hash."""
     return bool(os.environ.get(FOLDER_VARIABLE))
+
+
+def reporting() -> bool:
+    """Whether this process was asked to report its load: by that check, or by `tensorize serve`."""
+    return _folder() is not None
+
+
+def _folder() -> Path | None:
+    if checking():
+        return Path(os.environ[FOLDER_VARIABLE])
+    served = serving.current()
+    return Path(served.reports) if served else None
 
 
 def write(report: RankLoad) -> None:
     """Leave `report` in the folder named by the environment."""
-    folder = Path(os.environ[FOLDER_VARIABLE])
-    (folder / f"rank-{report.rank:03d}.json").write_text(report.model_dump_json())
+    _write(f"rank-{report.rank:03d}.json", report)
+
+
+def _write(name: str, record: Record) -> None:
+    folder = _folder()
+    if folder is not None:
+        # Whole: somebody may be looking for it. Data-parallel replicas have the same ranks.
+        part = folder / f".{name}-{os.getpid()}"
+        part.write_text(record.model_dump_json())
+        part.rename(folder / name)
 
 
 class Failure(Record):
@@ -50,7 +71,6 @@ class Failure(Record):
 
 def write_failure(rank: int, error: BaseException) -> None:
     """Leave why a rank did not load in the same folder."""
-    folder = Path(os.environ[FOLDER_VARIABLE])
     failure = Failure(
         rank=rank,
         kind=type(error).__name__,
@@ -58,7 +78,21 @@ def write_failure(rank: int, error: BaseException) -> None:
         store=isinstance(error, StoreError),
         store_unavailable=isinstance(error, StoreUnavailableError),
     )
-    (folder / f"failure-{rank:03d}.json").write_text(failure.model_dump_json())
+    _write(f"failure-{rank:03d}.json", failure)
+
+
+def failures(folder: Path) -> tuple[Failure, ...]:
+    """Why ranks did not load, by rank; none where none said so."""
+    return tuple(
+        Failure.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("failure-*"))
+    )
+
+
+def loads(folder: Path) -> tuple[RankLoad, ...]:
+    """The reports in `folder`, by rank."""
+    return tuple(
+        RankLoad.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("rank-*"))
+    )
 
 
 def host_memory() -> int:
@@ -68,12 +102,17 @@ def host_memory() -> int:
 
 @cache
 def device_name() -> str:
-    """The device this process computes on, as its maker calls it."""
+    """The device this process computes on, as its maker calls it; of CUDA's with its architecture.
+
+    Post-load steps choose kernels, and so what weights become, by the architecture.
+    """
     if current_platform.is_cpu():
         from cpuinfo import get_cpu_info
 
         return str(get_cpu_info().get("brand_raw") or "CPU")
-    return str(current_platform.get_device_name())
+    name = str(current_platform.get_device_name())
+    capability = current_platform.get_device_capability()
+    return f"{name}, compute capability {capability.as_version_str()}" if capability else name
 
 
 def tensor_reports(

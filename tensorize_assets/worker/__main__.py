@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
@@ -10,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dagster_pipes import (
     DAGSTER_PIPES_CONTEXT_ENV_VAR,
@@ -27,6 +28,7 @@ from tensorize_assets.core.errors import (
 )
 from tensorize_assets.core.protocol import (
     REQUEST_EXTRA,
+    SEALED_EXTRA,
     WorkerFailure,
     WorkerRequest,
     WorkerResult,
@@ -34,11 +36,14 @@ from tensorize_assets.core.protocol import (
     encode_result,
     parse_request,
 )
+from tensorize_assets.core.releases import installed, require_supported
 from tensorize_assets.core.tasks import (
     AdaptersRequest,
     EncryptRequest,
+    HfTensorsRequest,
     ReferenceRequest,
     ReloadRequest,
+    SelfCheckRequest,
     ShardRequest,
 )
 from tensorize_assets.vllm_plugin import sodium
@@ -59,10 +64,12 @@ class Task(NamedTuple):
 
 TASKS: Mapping[str, Task] = {
     "shard": Task(ShardRequest, "tensorize_assets.worker.shard:run"),
+    "hf_tensors": Task(HfTensorsRequest, "tensorize_assets.worker.hf_tensors:run"),
     "adapters": Task(AdaptersRequest, "tensorize_assets.worker.adapters:run"),
     "encrypt": Task(EncryptRequest, "tensorize_assets.worker.encrypt:run"),
     "reference": Task(ReferenceRequest, "tensorize_assets.worker.reference:run"),
     "reload": Task(ReloadRequest, "tensorize_assets.worker.reload:run"),
+    "self_check": Task(SelfCheckRequest, "tensorize_assets.worker.self_check:run"),
 }
 
 
@@ -101,26 +108,33 @@ def main(
         progress = Progress(
             send, shortest_gap_s=shortest_gap_s, longest_silence_s=longest_silence_s
         )
-        answer = _answer(tasks, pipes.extras.get(REQUEST_EXTRA), progress)
-        if isinstance(answer, WorkerFailure):
-            pipes.report_custom_message(encode_failure(answer))
+        reply = answer(
+            tasks, pipes.extras.get(REQUEST_EXTRA), pipes.extras.get(SEALED_EXTRA), progress
+        )
+        if isinstance(reply, WorkerFailure):
+            pipes.report_custom_message(encode_failure(reply))
             return 1
-        pipes.report_custom_message(encode_result(answer))
+        pipes.report_custom_message(encode_result(reply))
         return 0
 
 
-def _answer(
-    tasks: Mapping[str, Task], payload: object, progress: Progress
+def answer(
+    tasks: Mapping[str, Task], payload: object, sealed: str | None, progress: Progress
 ) -> WorkerResult | WorkerFailure:
+    """Do what `payload` asks for. Raises nothing but what ends a process."""
     try:
         request = parse_request(payload, {name: task.request for name, task in tasks.items()})
+        if sealed is not None:
+            session.unseal(sealed)
     except WorkerError as error:
         return WorkerFailure(kind="input", message=str(error))
     try:
         with progress:
+            vllm = installed()
+            if vllm is not None:
+                require_supported(vllm.release)
             progress.update(f"starting task {request.task}")
-            module, _, function = tasks[request.task].function.partition(":")
-            return getattr(import_module(module), function)(request, progress)
+            return _function(tasks[request.task].function)(request, progress)
     except PreflightError as error:
         return WorkerFailure(kind="preflight", message=str(error))
     except WorkerBusyError as error:
@@ -135,6 +149,19 @@ def _answer(
             message=f"{type(error).__name__}: {error}",
             traceback=traceback.format_exc(),
         )
+
+
+def _function(named: str) -> Any:
+    """Import `module:function`."""
+    module, _, function = named.partition(":")
+    # vLLM's import makes millions of objects that stay, and each collection would look at them
+    # all: a third of its time.
+    gc.disable()
+    try:
+        return getattr(import_module(module), function)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def _leave(*_: object) -> NoReturn:

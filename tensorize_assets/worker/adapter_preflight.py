@@ -20,20 +20,18 @@ from safetensors.torch import load_file
 
 from tensorize_assets.core import jsonio, layout
 from tensorize_assets.core.errors import PreflightError
+from tensorize_assets.core.releases import LORA_RANKS
 from tensorize_assets.core.tasks import AdapterSnapshot
 from tensorize_assets.worker import preflight
 
 Shape = tuple[int, ...]
 Warn = Callable[[str], None]
 
-MAX_RANK = 512
-"""The largest of vLLM's `MaxLoRARanks` (vllm/config/lora.py)."""
-
 # The fields without a default of vLLM's `PEFTHelper` (vllm/lora/peft_helper.py).
 _REQUIRED = ("r", "lora_alpha", "target_modules")
 # Fields of peft's LoraConfig that change what an adapter does. vLLM refuses `use_dora`, and
 # `modules_to_save` for every model that generates (`LoRAModelManager._validate_modules_to_save`,
-# vllm/lora/model_manager.py); the others it never looks at, and would answer differently.
+# vllm/lora/model_manager.py); the others it looks at from 0.32 on, and before answers differently.
 _UNSUPPORTED = {
     "use_dora": "it was trained with DoRA",
     "modules_to_save": "it replaces modules of its base model as a whole",
@@ -41,10 +39,13 @@ _UNSUPPORTED = {
     "lora_bias": "its LoRA matrices have biases",
     "layer_replication": "it repeats layers of its base model",
     "alora_invocation_tokens": "it acts only after its invocation tokens (activated LoRA)",
+    "use_bdlora": "its LoRA matrices are block-diagonal",
+    "use_qalora": "it was trained with QALoRA",
 }
-# peft changes the base model's weights as it sets these up, and does so again when it loads such
-# an adapter; vLLM does not. An adapter that was converted when it was saved says `true` instead.
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga")
+# As it sets up others, such as PiSSA and LoftQ, peft changes the base model's weights, and does so
+# again when it loads such an adapter; vLLM does not. An adapter that was converted when it was
+# saved says `true` instead.
+_LEAVE_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
 _PREFIX = "base_model.model."
 _BASE_LAYER = "base_layer"
@@ -100,16 +101,15 @@ def read_base(folder: Path, model: str) -> Base:
     return Base(model, modules)
 
 
-def check(source: AdapterSnapshot, base: Base, warn: Warn) -> Adapter:
+def check(source: AdapterSnapshot, folder: Path, base: Base, warn: Warn) -> Adapter:
     """Hold an adapter against vLLM's rules, tensorizer's format and the model that it is for.
 
-    `warn` is told what is odd and may be meant so.
+    `folder` has its files. `warn` is told what is odd and may be meant so.
 
     Raises:
         PreflightError: names the adapter, its repo, what is wrong and what to do.
     """
     where = f"adapter {source.name} ({source.repo}@{source.snapshot.commit[:8]})"
-    folder = Path(source.folder)
     config = (folder / layout.ADAPTER_CONFIG).read_bytes()
     fields = jsonio.parse(config, f"{where}: {layout.ADAPTER_CONFIG}", PreflightError)
     rank = _check_config(fields, where)
@@ -159,19 +159,24 @@ def _check_config(config: Mapping[str, JsonValue], where: str) -> int:
             "loads no adapter; choose a repo, or a revision, that peft saved as a whole"
         )
     rank, alpha = config["r"], config["lora_alpha"]
-    if not _is_number(rank, int) or not 0 < rank <= MAX_RANK or not _is_number(alpha, int | float):
+    if (
+        not _is_number(rank, int)
+        or not 0 < rank <= LORA_RANKS[-1]
+        or not _is_number(alpha, int | float)
+    ):
         raise PreflightError(
             f"{where}: its rank r is {_short(rank)} and its lora_alpha {_short(alpha)}; vLLM takes "
-            f"ranks from 1 to {MAX_RANK} and numbers. Train it with such a rank, or {_MERGE}"
+            f"ranks from 1 to {LORA_RANKS[-1]} and numbers. Train it with such a rank, or {_MERGE}"
         )
     for field, why in _UNSUPPORTED.items():
         if config.get(field):
             raise _unsupported(where, f"{why} ({field}: {_short(config[field])})")
     if config.get("bias", "none") != "none":
         raise _unsupported(where, f"it trained biases (bias: {_short(config['bias'])})")
-    if str(config.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
+    weights = config.get("init_lora_weights")
+    if isinstance(weights, str) and weights.lower() not in _LEAVE_THE_BASE:
         raise PreflightError(
-            f"{where}: it belongs to a base model that {_short(config['init_lora_weights'])} "
+            f"{where}: it belongs to a base model that {_short(weights)} "
             "changed, which vLLM does not do; save it again as a plain LoRA, with peft's "
             "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )

@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
-from tensorizer import TensorSerializer
 
 from tensorize_assets.core import layout
-from tensorize_assets.core.errors import PreflightError, WorkerError
+from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.manifest import AdapterEntry, FileEntry, TensorEntry
+from tensorize_assets.core.scratch import scratch_folder
 from tensorize_assets.core.store import Store
-from tensorize_assets.core.tasks import DATA_KEY, AdaptersRequest, AdaptersResult
-from tensorize_assets.worker import adapter_preflight, preflight, session
+from tensorize_assets.core.tasks import AdaptersRequest, AdaptersResult
+from tensorize_assets.worker import adapter_preflight, preflight, session, snapshots
 from tensorize_assets.worker.access import store_of
 from tensorize_assets.worker.adapter_preflight import Adapter
 from tensorize_assets.worker.read_back import read_back
-from tensorize_assets.worker.scratch import scratch_folder
+from tensorize_assets.worker.serializer import serializer
 from tensorize_assets.worker.session import Progress
 from tensorize_assets.worker.write_shard import Named, write_encrypted
 
@@ -40,11 +41,14 @@ def run(request: AdaptersRequest, progress: Progress) -> AdaptersResult:
         StoreError: the store refuses a file.
     """
     start = time.perf_counter()
-    key = _data_key(request) if request.encrypted else None
+    key = session.data_key(f"{request.model} {request.suffix}") if request.encrypted else None
     progress.update("reading the adapters and what they are for")
-    base = adapter_preflight.read_base(Path(request.base_folder), request.model)
+    place = partial(snapshots.local_folder, root=request.root, s3=request.s3, progress=progress)
+    base = adapter_preflight.read_base(place(request.base), request.model)
     adapters = [
-        adapter_preflight.check(source, base, lambda said: progress.log(said, "warning"))
+        adapter_preflight.check(
+            source, place(source.source), base, lambda said: progress.log(said, "warning")
+        )
         for source in request.adapters
     ]
     checked = time.perf_counter()
@@ -73,20 +77,8 @@ def write_adapter(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
     That is in vllm/model_executor/model_loader/tensorizer.py, up to 0.31.
     """
-    with path.open("wb+") as file:
-        serializer = TensorSerializer(file)
-        serializer.write_state_dict(dict(tensors))
-        serializer.close()
-
-
-def _data_key(request: AdaptersRequest) -> bytes:
-    key = session.secrets().get(DATA_KEY)
-    if key is None:
-        raise PreflightError(
-            f"{request.model} {request.suffix}: its adapters are to be encrypted, and the worker "
-            "was given no data key; run it through the asset lora_adapters"
-        )
-    return key
+    with serializer(path) as writer:
+        writer.write_state_dict(dict(tensors))
 
 
 def _check_scratch(

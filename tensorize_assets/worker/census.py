@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 
@@ -22,12 +23,8 @@ def rank_census(
 
     tensorizer casts every tensor but booleans to that type, also integers (vllm#45504).
     """
-    tensors: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
     casts: list[CastEntry] = []
     for name, _, tensor in module_tensors(model):
-        tensors[dtype_name(tensor.dtype)] += 1
-        sizes[dtype_name(tensor.dtype)] += tensor.numel() * tensor.element_size()
         if tensor.dtype in (model_dtype, torch.bool):
             continue
         casts.append(
@@ -39,7 +36,17 @@ def rank_census(
                 rank=rank,
             )
         )
-    return tensors, sizes, casts
+    return *count(tensor for _, _, tensor in module_tensors(model)), casts
+
+
+def count(tensors: Iterable[torch.Tensor]) -> tuple[Counter[str], Counter[str]]:
+    """Tensors and bytes by type."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        counts[dtype_name(tensor.dtype)] += 1
+        sizes[dtype_name(tensor.dtype)] += tensor.nbytes
+    return counts, sizes
 
 
 def merge(

@@ -17,9 +17,9 @@ from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.manifest import FileEntry, TensorEntry
 from tensorize_assets.core.protocol import format_bytes
 from tensorize_assets.core.ranged import RangedReader
+from tensorize_assets.core.scratch import scratch_folder
 from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import (
-    DATA_KEY,
     OLD_DATA_KEY,
     EncryptRequest,
     EncryptResult,
@@ -28,7 +28,6 @@ from tensorize_assets.core.tasks import (
 from tensorize_assets.worker import session
 from tensorize_assets.worker.access import store_of
 from tensorize_assets.worker.encrypt_shard import encrypt_shard
-from tensorize_assets.worker.scratch import scratch_folder
 from tensorize_assets.worker.session import Progress
 from tensorize_assets.worker.tensor_file import read_index
 
@@ -51,13 +50,7 @@ def run(request: EncryptRequest, progress: Progress) -> EncryptResult:
         WorkerError: there is no data key; or a file is not what was to be encrypted.
         StoreError: the store lacks a file, or refuses one.
     """
-    secrets = session.secrets()
-    key = secrets.get(DATA_KEY)
-    if key is None:
-        raise WorkerError(
-            f"{request.model} {request.suffix}: there is no data key to encrypt with; the launcher "
-            "hands it over as a secret"
-        )
+    key = session.data_key(f"{request.model} {request.suffix}")
     store = store_of(request.root, request.s3)
     local = store.local_path(request.directory) is not None
     cores = len(os.sched_getaffinity(0))
@@ -72,7 +65,7 @@ def run(request: EncryptRequest, progress: Progress) -> EncryptResult:
             store=store,
             progress=progress,
             key=key,
-            old_key=secrets.get(OLD_DATA_KEY),
+            old_key=session.secrets().get(OLD_DATA_KEY),
             scratch=scratch,
             threads=max(1, cores // at_once),
             share=at_once if local else _UPLOAD_SHARE,

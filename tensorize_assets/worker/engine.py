@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import LoadConfig
-from vllm.config.lora import MaxLoRARanks
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
-from tensorize_assets.core.errors import PreflightError
-from tensorize_assets.core.tasks import Answers, Device, Output, RankLoad, TokenScore
+from tensorize_assets.core.errors import PreflightError, StoreError, StoreUnavailableError
+from tensorize_assets.core.releases import lora_rank
+from tensorize_assets.core.tasks import Answers, Device, Output, TokenScore
 from tensorize_assets.vllm_plugin import report
 from tensorize_assets.vllm_plugin.loader import TensorizedModelLoader
 from tensorize_assets.worker import model_builder
@@ -86,16 +86,9 @@ def lora_arguments(ranks: Collection[int], where: str) -> dict[str, Any]:
     """
     if not ranks:
         return {}
-    known = get_args(MaxLoRARanks)
-    enough = [rank for rank in known if rank >= max(ranks)]
-    if not enough:
-        raise PreflightError(
-            f"{where}: an adapter has rank {max(ranks)}, and vLLM takes up to {max(known)}; leave "
-            "it out of the profile"
-        )
     return {
         "enable_lora": True,
-        "max_lora_rank": min(enough),
+        "max_lora_rank": lora_rank(ranks, where),
         # Asked one after another: one is on the device, and all are in memory.
         "max_loras": 1,
         "max_cpu_loras": len(ranks),
@@ -137,19 +130,16 @@ def _require_plugin() -> None:
         )
 
 
-def load_failures(folder: Path) -> tuple[report.Failure, ...]:
-    """Why ranks did not load, by rank; none where none said so."""
-    return tuple(
-        report.Failure.model_validate_json(path.read_bytes())
-        for path in sorted(folder.glob("failure-*"))
-    )
+def why(reports: Path, error: Exception) -> tuple[str, type[StoreError] | None]:
+    """What stopped an engine, in its ranks' own words where they left some in `reports`.
 
-
-def collect(folder: Path) -> tuple[RankLoad, ...]:
-    """The reports in `folder`, by rank."""
-    return tuple(
-        RankLoad.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("rank-*"))
-    )
+    And as which error it is to be raised, where it was the store, or the way to it.
+    """
+    failures = report.failures(reports)
+    said = "; ".join(map(str, failures)) or f"{type(error).__name__}: {error}"
+    if any(failure.store_unavailable for failure in failures):
+        return said, StoreUnavailableError
+    return said, StoreError if any(failure.store for failure in failures) else None
 
 
 def ask_with(

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
+from importlib.metadata import version
+
+from tensorize_assets import __version__
+from tensorize_assets.core import releases
 
 # Our entry point among `vllm.general_plugins`.
 _PLUGIN = "tensorize_assets"
@@ -31,3 +36,15 @@ def prepare() -> None:
     named = os.environ.get("VLLM_PLUGINS")
     if named is not None and _PLUGIN not in named.split(","):
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, (named, _PLUGIN)))
+
+
+def versions() -> dict[str, str]:
+    """What a build is made with: whole versions, with local parts. Imports none of it."""
+    vllm = releases.installed()
+    return {
+        "vllm": version(vllm.distribution) if vllm else "none",
+        "torch": version("torch"),
+        "tensorizer": version("tensorizer"),
+        "tensorize_assets": __version__,
+        "python": platform.python_version(),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensorizer._NumpyTensor import _NumpyTensor
@@ -13,31 +13,32 @@ from tensorizer._NumpyTensor import _NumpyTensor
 from tensorize_assets.core.errors import PreflightError
 from tensorize_assets.worker.module_tensors import MARKER, marker, module_tensors
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 # tensorizer reserves this much for its index and raises "Metadata overflow" half-way through.
 METADATA_REGION = 256 * 1024
 _MAX_DIMENSION = 2**32
 _MAX_NAME = 2**16 - 1
 
 
-def check_model(config: VllmConfig, where: str) -> None:
-    """Refuse kinds of models that virtual ranks do not cover.
+def check_types(model: torch.nn.Module, where: str) -> None:
+    """Refuse a constructed virtual rank with 8-bit floating-point weights.
+
+    vLLM constructs some such layers on a CPU, and fails as they are asked something. What else its
+    CPU build lacks, it refuses as it constructs.
 
     Raises:
-        PreflightError: the model needs vLLM's own ranks on their devices.
+        PreflightError: the model needs vLLM's own ranks on a GPU.
     """
-    model_config = config.model_config
-    if model_config.is_moe:
+    small = {
+        str(parameter.dtype).removeprefix("torch."): name
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and parameter.itemsize == 1
+    }
+    if small:
+        dtype, name = next(iter(small.items()))
         raise PreflightError(
-            f"{where}: a mixture of experts needs executor mode (vLLM's own ranks on their "
-            "devices); virtual ranks cover dense models"
-        )
-    if model_config.quantization is not None:
-        raise PreflightError(
-            f"{where}: weights quantized with {model_config.quantization!r} need executor mode "
-            "(vLLM's own ranks on their devices); virtual ranks cover unquantized models"
+            f"{where}: weights of type {dtype} (first {name}) need executor mode on a GPU: vLLM's "
+            "CPU build lacks kernels for them on most processors. Set sharding: executor and "
+            "reload_device: cuda in the profile, and run the worker on a GPU host"
         )
 
 

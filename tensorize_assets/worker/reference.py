@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import vllm
 from vllm.lora.request import LoRARequest
 
 from tensorize_assets.core import layout
-from tensorize_assets.core.tasks import AdapterSnapshot, ReferenceRequest, ReferenceResult
+from tensorize_assets.core.tasks import ReferenceRequest, ReferenceResult
+from tensorize_assets.vllm_plugin import report
+from tensorize_assets.worker import snapshots
 from tensorize_assets.worker.engine import (
     ask,
     ask_with,
     check_device,
-    collect,
     engine,
     load_reports,
     lora_arguments,
@@ -31,32 +33,35 @@ def run(request: ReferenceRequest, progress: Progress) -> ReferenceResult:
     """
     where = f"{request.model} {request.suffix}"
     check_device(request.device, request.tensor_parallel_size, where)
-    lora = lora_arguments([_rank(adapter) for adapter in request.adapters], where)
+    place = partial(snapshots.local_folder, root=request.root, s3=request.s3, progress=progress)
+    adapters = {adapter.name: place(adapter.source) for adapter in request.adapters}
+    lora = lora_arguments([_rank(folder) for folder in adapters.values()], where)
+    source = place(request.snapshot)
     progress.update("starting the engine on the source")
     ranks = request.tensor_parallel_size
     with load_reports() as reports:
-        with engine(request.folder, ranks, request.dtype, load_format="auto", **lora) as llm:
+        with engine(str(source), ranks, request.dtype, load_format="auto", **lora) as llm:
             progress.update("asking the source")
             answers = ask(llm, request.prompts)
-            adapters = ask_with(
+            answers_with = ask_with(
                 llm,
                 request.prompts,
                 (
-                    LoRARequest(adapter.name, number, adapter.folder)
-                    for number, adapter in enumerate(request.adapters, 1)
+                    LoRARequest(name, number, str(folder))
+                    for number, (name, folder) in enumerate(adapters.items(), 1)
                 ),
             )
-        loads = collect(reports)
+        loads = report.loads(reports)
     return ReferenceResult(
         answers=answers,
-        adapters=adapters,
+        adapters=answers_with,
         loads=loads,
         device_name=loads[0].device_name,
         vllm_version=vllm.__version__.partition("+")[0],
     )
 
 
-def _rank(adapter: AdapterSnapshot) -> int:
-    config = json.loads(Path(adapter.folder, layout.ADAPTER_CONFIG).read_bytes())
+def _rank(adapter: Path) -> int:
+    config = json.loads((adapter / layout.ADAPTER_CONFIG).read_bytes())
     # Some modules may have a larger one of their own.
     return max([int(config["r"]), *(config.get("rank_pattern") or {}).values()])

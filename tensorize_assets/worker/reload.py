@@ -13,23 +13,22 @@ import vllm
 from vllm.lora.request import LoRARequest
 
 from tensorize_assets.core import layout
-from tensorize_assets.core.errors import PreflightError, StoreError, StoreUnavailableError
+from tensorize_assets.core.errors import StoreError, StoreUnavailableError
 from tensorize_assets.core.s3 import ACCESS_VARIABLE
-from tensorize_assets.core.sealing import DataKey, write_keyfile
-from tensorize_assets.core.store import Store, digest
-from tensorize_assets.core.tasks import DATA_KEY, Answers, Refusal, ReloadRequest, ReloadResult
-from tensorize_assets.vllm_plugin import report, streams
-from tensorize_assets.worker import refusals, session
-from tensorize_assets.worker.access import access_of, private_folder, store_of
+from tensorize_assets.core.scratch import private_folder
+from tensorize_assets.core.store import Store, digest, open_store
+from tensorize_assets.core.tasks import Answers, Refusal, ReloadRequest, ReloadResult
+from tensorize_assets.vllm_plugin import adapters, report, streams
+from tensorize_assets.worker import arguments, refusals
+from tensorize_assets.worker.access import access_of, keyfile, store_of
 from tensorize_assets.worker.engine import (
     ask,
     ask_with,
     check_device,
-    collect,
     engine,
-    load_failures,
     load_reports,
     lora_arguments,
+    why,
 )
 from tensorize_assets.worker.session import Progress
 
@@ -43,12 +42,14 @@ def run(request: ReloadRequest, progress: Progress) -> ReloadResult:
     are none: they say nothing about the artifact.
 
     Raises:
-        PreflightError: this host has not the device asked for, or its vLLM not our plugin; or an
-            artifact is encrypted and no data key was handed over.
+        PreflightError: this host has not the device asked for, its vLLM not our plugin, or its
+            tensorizer no such argument.
+        WorkerError: an artifact is encrypted, and no data key was handed over.
         StoreUnavailableError: the store, or the way to it, is in trouble.
         StoreError: the store refuses, or `reload_url` does not lead to it.
     """
     check_device(request.device, request.tensor_parallel_size, _where(request))
+    arguments.check_deserialization(request.deserialization_kwargs, _where(request))
     answers: Answers | None = None
     adapters: dict[str, Answers] = {}
     refused: tuple[Refusal, ...] = ()
@@ -63,7 +64,7 @@ def run(request: ReloadRequest, progress: Progress) -> ReloadResult:
         except _FindingError as finding:
             error = str(finding)
             progress.log(f"the artifact does not load: {error}", "error")
-        loads = collect(reports)
+        loads = report.loads(reports)
     return ReloadResult(
         answers=answers,
         adapters=adapters,
@@ -90,11 +91,6 @@ class _Served(NamedTuple):
     tensorizer_uri: str
     keyfile: Path | None
 
-    @property
-    def key_setting(self) -> dict[str, str]:
-        """Where the key is, as settings of vLLM's tensorizer have it."""
-        return {} if self.keyfile is None else {"encryption_keyfile": str(self.keyfile)}
-
 
 def _answers(
     request: ReloadRequest, served: _Served, reports: Path, progress: Progress
@@ -105,8 +101,9 @@ def _answers(
         # In both: what is set here goes before `verify_hash` itself.
         "deserialization_kwargs": {**request.deserialization_kwargs, "verify_hash": True},
         "verify_hash": True,
-        **served.key_setting,
     }
+    if served.keyfile is not None:
+        settings["encryption_keyfile"] = str(served.keyfile)
     lora = lora_arguments([adapter.rank for adapter in request.adapters], _where(request))
     before = _shards(request)
     progress.update("starting the engine on the artifact")
@@ -121,27 +118,31 @@ def _answers(
         ) as llm:
             progress.update("asking the artifact")
             answers = ask(llm, request.prompts)
-            return answers, ask_with(llm, request.prompts, _adapters(request, served))
+            with private_folder(in_memory=request.encrypted) as place:
+                loras = _adapters(request, served, place)
+                return answers, ask_with(llm, request.prompts, loras)
     except Exception as failure:  # Whatever stops the engine is the finding, but for the store.
-        failures = load_failures(reports)
-        said = "; ".join(map(str, failures)) or f"{type(failure).__name__}: {failure}"
-        if any(one.store_unavailable for one in failures):
-            raise StoreUnavailableError(said) from failure
-        if any(one.store for one in failures):
-            lost = _lost(before, _shards(request))
+        said, trouble = why(reports, failure)
+        if trouble is not None:
+            lost = [] if trouble.retryable else _lost(before, _shards(request))
             if not lost:
-                raise StoreError(said) from failure
+                raise trouble(said) from failure
             said = f"{'; '.join(lost)}; {said}"
         raise _FindingError(said) from failure
 
 
-def _adapters(request: ReloadRequest, served: _Served) -> Iterator[LoRARequest]:
-    """The artifact's adapters, for vLLM's own path: it deserializes each to the CPU first."""
+def _adapters(request: ReloadRequest, served: _Served, place: Path) -> Iterator[LoRARequest]:
+    """The artifact's adapters, as the server's own resolver has them."""
+    folder = Path(served.folder)
+    store = open_store(str(folder.parent))
+    keyfile = str(served.keyfile) if served.keyfile else None
     for number, adapter in enumerate(request.adapters, 1):
-        folder = layout.adapter_folder(adapter.name, len(request.adapters))
-        path = str(Path(served.folder, folder))
-        settings = {"tensorizer_dir": path, "verify_hash": True, **served.key_setting}
-        yield LoRARequest(adapter.name, number, path, tensorizer_config_dict=settings)
+        files = request.companions
+        try:
+            path = adapters.unpack(store, folder.name, adapter, files, keyfile, place)
+        except Exception as error:
+            raise RuntimeError(f"adapter {adapter.name}: {error}") from error
+        yield LoRARequest(adapter.name, number, str(path))
 
 
 def _first_shard(request: ReloadRequest, served: _Served) -> streams.TensorFile:
@@ -195,11 +196,12 @@ def _served(request: ReloadRequest, progress: Progress) -> Iterator[_Served]:
     local = store.local_path(request.directory)
     with ExitStack() as stack:
         secrets = stack.enter_context(private_folder(in_memory=True))
-        keyfile = _keyfile(secrets, request) if request.encrypted else None
+        encrypted = f"{_where(request)}: {request.directory}"
+        key = keyfile(secrets, encrypted) if request.encrypted else None
         if local is not None:
             progress.update("hashing the artifact's small files")
             _hold(store, request)
-            yield _Served(str(local), f"{local}/{name}", keyfile)
+            yield _Served(str(local), f"{local}/{name}", key)
             return
         access = access_of(request.s3)
         folder = stack.enter_context(private_folder()) / "model"
@@ -215,21 +217,7 @@ def _served(request: ReloadRequest, progress: Progress) -> Iterator[_Served]:
             uri = f"{base.rstrip('/')}/{quote(request.directory)}/{name}"
         # In the environment, since vLLM logs its arguments, and the process list shows them.
         stack.enter_context(_variable(ACCESS_VARIABLE, str(path)))
-        yield _Served(str(folder), uri, keyfile)
-
-
-def _keyfile(folder: Path, request: ReloadRequest) -> Path:
-    """The data key as vLLM takes it: the raw key in a file that only this user can read."""
-    key = session.secrets().get(DATA_KEY)
-    if key is None:
-        raise PreflightError(
-            f"{_where(request)}: {request.directory} is encrypted, and the worker was given no "
-            "data key; start it through Dagster, whose asset unseals the key"
-        )
-    path = folder / "data-key"
-    with DataKey(key) as data_key:
-        write_keyfile(data_key, path)
-    return path
+        yield _Served(str(folder), uri, key)
 
 
 def _hold(store: Store, request: ReloadRequest, folder: Path | None = None) -> None:

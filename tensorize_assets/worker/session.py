@@ -16,13 +16,15 @@ from typing import Literal
 
 import psutil
 
-from tensorize_assets.core import processes
+from tensorize_assets.core import handover, processes
+from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.protocol import (
     LAUNCH_VARIABLE,
     PARENT_VARIABLE,
     SECRETS_VARIABLE,
     format_bytes,
 )
+from tensorize_assets.core.tasks import DATA_KEY
 
 Level = Literal["debug", "info", "warning", "error"]
 Send = Callable[[str, Level], None]
@@ -145,6 +147,9 @@ def _line(state: _State, rate: float, seconds: float) -> str:
     return f"{rank}{state.stage}{separator}{', '.join(facts)}"
 
 
+_unsealed: dict[str, bytes] = {}
+
+
 @cache
 def secrets() -> Mapping[str, bytes]:
     """Return the secrets that the launcher handed over; none if it did not.
@@ -153,9 +158,26 @@ def secrets() -> Mapping[str, bytes]:
     """
     descriptor = os.environ.pop(SECRETS_VARIABLE, None)
     if descriptor is None:
-        return {}
+        return dict(_unsealed)
     with open(int(descriptor), "rb") as file:
         return {name: base64.b64decode(value) for name, value in json.load(file).items()}
+
+
+def unseal(sealed: str) -> None:
+    """Have `secrets` return what `handover.seal` made. Raises as `handover.unseal`."""
+    _unsealed.update(handover.unseal(sealed))
+    secrets.cache_clear()
+
+
+def data_key(where: str) -> bytes:
+    """Return the secret DATA_KEY. Raises WorkerError, which says for what, if there is none."""
+    key = secrets().get(DATA_KEY)
+    if key is None:
+        raise WorkerError(
+            f"{where}: the worker was given no data key to encrypt it or to open it with; the "
+            "launcher hands it over as a secret, which the asset or the command unseals"
+        )
+    return key
 
 
 _OWN_END_S = 5.0

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import pickle
-import platform
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
-from tensorize_assets import __version__
 from tensorize_assets.core import layout
-from tensorize_assets.core.errors import PreflightError, WorkerError
+from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.manifest import (
-    CastEntry,
     DtypeCensus,
     FileEntry,
     ShardEntry,
@@ -32,16 +25,19 @@ from tensorize_assets.core.manifest import (
     TiedGroup,
 )
 from tensorize_assets.core.protocol import format_bytes
+from tensorize_assets.core.scratch import scratch_folder
+from tensorize_assets.core.shard_parts import cast_reasons
 from tensorize_assets.core.store import Store
-from tensorize_assets.core.tasks import DATA_KEY, ShardRequest, ShardResult
-from tensorize_assets.worker import census, model_builder, preflight, session
+from tensorize_assets.core.tasks import ShardRequest, ShardResult
+from tensorize_assets.worker import arguments, census, model_builder, preflight, session, snapshots
 from tensorize_assets.worker.access import store_of
-from tensorize_assets.worker.module_tensors import module_tensors, tied_names
+from tensorize_assets.worker.environment import versions
 from tensorize_assets.worker.read_back import read_back
-from tensorize_assets.worker.scratch import scratch_folder
+from tensorize_assets.worker.remote_snapshot import lists_of_blocks, remote_snapshot
+from tensorize_assets.worker.remote_weights import Counter
 from tensorize_assets.worker.session import Progress
 from tensorize_assets.worker.virtual_ranks import virtual_rank
-from tensorize_assets.worker.write_shard import write_encrypted_shard, write_shard
+from tensorize_assets.worker.write_rank import Stopwatch, WrittenRank, write_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,147 +47,194 @@ _SAID_EVERY_S = 10.0
 # the same shard is stored.
 _ORPHANED_S = 2 * 24 * 3600.0
 
-RankCensus = tuple[Counter[str], Counter[str], list[CastEntry]]
-
-
-class _Stopwatch:
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] += time.perf_counter() - start
-
 
 def run(request: ShardRequest, progress: Progress) -> ShardResult:
-    """Build and write every rank, one after another; peak memory is one shard.
+    """Build and write every rank; read each file back once: verified, and stored by the same read.
 
-    While a rank is built, the one before it is read back once: verified, and stored by the same
-    read. It appears in the store only if both agree. An encrypted one is written by our own code,
-    which takes no `serialization_kwargs`; these change no byte.
+    It appears in the store only if both agree. Virtual ranks are built one after another, while the
+    one before is stored, so that peak memory is one shard. In executor mode vLLM's own ranks write
+    all at once. An encrypted file is written by our own code, which takes no
+    `serialization_kwargs`; these change no byte.
 
     Raises:
-        PreflightError: the model, the format or the scratch disk does not allow it; nothing
-            was written.
-        WorkerError: what was written does not read back; or there is no key to encrypt with.
+        PreflightError: the model, the format, an argument, the device or the scratch disk does not
+            allow it; nothing was written.
+        WorkerError: what was written does not read back; a rank died; or there is no key to encrypt
+            with.
         StoreError: the store refuses a file.
     """
     where = f"{request.model} {request.suffix}"
-    key = session.secrets().get(DATA_KEY) if request.encrypted else None
-    if request.encrypted and key is None:
-        raise WorkerError(
-            f"{where}: it is to be written encrypted, and there is no data key; the launcher hands "
-            "it over as a secret"
-        )
-    clock = _Stopwatch()
+    arguments.check_serialization(request.serialization_kwargs, where)
+    key = session.data_key(where) if request.encrypted else None
+    clock = Stopwatch()
     ranks = request.tensor_parallel_size
-    progress.update("configuring vLLM")
-    with clock("configure"):
-        config = model_builder.configure(request.snapshot_dir, ranks, request.dtype, where)
-        preflight.check_model(config, where)
+    executor = request.sharding == "executor"
+    more: Mapping[str, Any] = {}
+    if executor:
+        # They import vLLM's engine, which virtual ranks do without.
+        from tensorize_assets.worker.engine import check_device
+        from tensorize_assets.worker.executor_ranks import ARGUMENTS
+
+        check_device(request.device, ranks, where)
+        more = ARGUMENTS
     store = store_of(request.root, request.s3)
     orphans = store.sweep(f"{layout.model_folder(request.model)}/", _ORPHANED_S)
     if orphans:
         progress.log(f"aborted {orphans} uploads that killed runs of {request.model} left behind")
-    shards: list[_Stored] = []
-    counts: list[RankCensus] = []
-    tied: set[tuple[str, ...]] = set()
+    # Ranks that are built apart may share a disk, and a scratch folder is one worker's.
+    apart = "" if request.ranks is None else f"/ranks-{'-'.join(map(str, request.ranks))}"
     with (
-        scratch_folder(Path(request.scratch_dir), request.directory) as scratch,
+        scratch_folder(Path(request.scratch_dir), request.directory + apart) as scratch,
+        _opened(request, store, scratch, progress) as (folder, counter),
         _Shelf(store, progress, clock, key) as shelf,
     ):
-        for rank in range(ranks):
-            path = scratch / layout.shard_name(rank, ranks)
-            with virtual_rank(rank, ranks):
-                counted, groups, wrote = _write_rank(
-                    config, rank, path, request, store, shelf, progress, clock, key
-                )
-            counts.append(counted)
-            tied.update(groups)
-            # Scratch holds two shards at most: the one just written, and the one being stored.
-            shards += shelf.wait()
-            shelf.store(rank, ranks, path, request.directory, wrote, where)
-        shards += shelf.wait()
+        progress.update("configuring vLLM")
+        with clock("configure"):
+            config = model_builder.configure(str(folder), ranks, request.dtype, where, **more)
+        work = _Work(config, request, scratch, store, shelf, progress, clock, key, where)
+        written, stored = (_by_executor if executor else _virtually)(work)
     model_dtype = config.model_config.dtype
-    merged = census.merge(counts, model_dtype)
+    merged = census.merge([one.census for one in written], model_dtype)
+    tied = {names for one in written for names in one.tied}
     return ShardResult(
         dtype=census.dtype_name(model_dtype),
         architecture=config.model_config.architecture,
-        files=tuple(stored.file for stored in shards),
+        files=tuple(one.file for one in stored),
         shards=tuple(
-            ShardEntry(rank=rank, file=stored.file.path, tensors=stored.tensors)
-            for rank, stored in enumerate(shards)
+            ShardEntry(rank=rank.rank, file=one.file.path, tensors=one.tensors)
+            for rank, one in zip(written, stored, strict=True)
         ),
         census=merged,
         # Stock vLLM refuses a file that leaves one of the tied names out ("tensors on meta"), so
         # both are stored; our loader ties them again.
         tied=tuple(TiedGroup(names=names, stored_once=False) for names in sorted(tied)),
         stock_vllm=_stock_vllm(config, merged),
-        versions=_versions(),
+        sharding=request.sharding,
+        versions=versions(),
         seconds={stage: round(seconds, 3) for stage, seconds in clock.seconds.items()},
+        source_bytes=counter and counter.bytes,
     )
 
 
-def _write_rank(
-    config: VllmConfig,
-    rank: int,
-    path: Path,
-    request: ShardRequest,
-    store: Store,
-    shelf: _Shelf,
-    progress: Progress,
-    clock: _Stopwatch,
-    key: bytes | None,
-) -> tuple[RankCensus, tuple[tuple[str, ...], ...], _Wrote]:
-    """The rank's census, its groups of tied names, and what was written."""
-    ranks = request.tensor_parallel_size
-    where = f"{request.model} {request.suffix}, rank {rank} of {ranks}"
-    progress.update("loading", rank, ranks)
-    with clock("load"):
-        with _refusals(f"{where}: the installed vLLM cannot construct this model here"):
-            model = model_builder.construct(config)
-        size = preflight.check_tensors(model, where)
-        if rank == 0:
-            # On a disk that is also the root's, what is stored stays.
-            kept = ranks if store.local_path(request.directory) else min(ranks, 2)
-            needed = (size + preflight.METADATA_REGION) * kept
-            preflight.check_scratch(path.parent, needed, where)
+@contextmanager
+def _opened(
+    request: ShardRequest, store: Store, scratch: Path, progress: Progress
+) -> Iterator[tuple[Path, Counter | None]]:
+    """The snapshot's folder; with a counter where its weights are read by ranges, from the mirror.
 
-        def loaded(tensors: int, done: int) -> None:
-            progress.update("loading", rank, ranks, tensors_done=tensors, bytes_done=done)
-            shelf.check()
-
-        with _refusals(f"{where}: vLLM's own weight loader refuses this snapshot"):
-            model_builder.load_weights(config, model, loaded, where)
-    with clock("census"):
-        counted = census.rank_census(model, rank, config.model_config.dtype)
-        groups = tied_names(model)
-        names = {name for name, _, _ in module_tensors(model)}
-
-    def written(done: int) -> None:
-        progress.update("writing", rank, ranks, bytes_done=done, bytes_total=size)
-
-    tensors = None
-    with clock("write"):
-        if key is None:
-            write_shard(model, path, dict(request.serialization_kwargs), written)
-        else:
-            tensors = write_encrypted_shard(model, path, key, written)
-    del model
-    gc.collect()
-    return counted, groups, _Wrote(frozenset(names), tensors)
+    A virtual rank reads its own part of them. Real ranks each read whole files, from a disk.
+    """
+    mirrored = request.snapshot.mirrored
+    virtual = request.sharding == "virtual"
+    blocks = lists_of_blocks(mirrored, store) if mirrored is not None and virtual else None
+    every = partial(snapshots.local_folder, request.snapshot, request.root, request.s3, progress)
+    if mirrored is None or blocks is None:
+        if mirrored is not None and virtual:
+            progress.log(
+                f"the weights of {mirrored.model} are brought here whole: they are no safetensors, "
+                "or no list of their blocks is signed by a key that the catalog trusts",
+                "warning",
+            )
+        yield every(), None
+        return
+    counter = Counter()
+    here = scratch / "snapshot"
+    shared = request.tensor_parallel_size > 1 and request.shares_machine
+    cache = snapshots.columns(mirrored) if shared else None
+    with remote_snapshot(
+        mirrored, store, blocks, every(snapshots.is_small), here, counter, cache
+    ) as folder:
+        yield folder, counter
 
 
 @dataclass(frozen=True)
-class _Wrote:
-    """Names of all tensors of a rank; of an encrypted one, with the hashes they had in memory."""
+class _Work:
+    config: VllmConfig
+    request: ShardRequest
+    scratch: Path
+    store: Store
+    shelf: _Shelf
+    progress: Progress
+    clock: Stopwatch
+    key: bytes | None
+    where: str
 
-    names: frozenset[str]
-    tensors: tuple[TensorEntry, ...] | None
+    @property
+    def ranks(self) -> int:
+        return self.request.tensor_parallel_size
+
+    def path(self, rank: int) -> Path:
+        return self.scratch / layout.shard_name(rank, self.ranks)
+
+    def where_of(self, rank: int) -> str:
+        return f"{self.where}, rank {rank} of {self.ranks}"
+
+    def shelve(self, written: WrittenRank) -> None:
+        """Start on storing a rank's file; `shelf.wait` has it."""
+        self.shelf.store(
+            written,
+            self.ranks,
+            self.path(written.rank),
+            self.request.directory,
+            self.where_of(written.rank),
+        )
+
+
+def _virtually(work: _Work) -> tuple[list[WrittenRank], list[_Stored]]:
+    wanted = work.request.ranks or range(work.ranks)
+    written: list[WrittenRank] = []
+    stored: list[_Stored] = []
+
+    def say(rank: int, stage: str, **counts: int | None) -> None:
+        work.progress.update(stage, rank, work.ranks, **counts)
+        work.shelf.check()
+
+    def require_room(rank: int, size: int) -> None:
+        if rank == wanted[0]:
+            # On a disk that is also the root's, what is stored stays.
+            local = work.store.local_path(work.request.directory)
+            kept = len(wanted) if local else min(len(wanted), 2)
+            needed = (size + preflight.METADATA_REGION) * kept
+            preflight.check_scratch(work.scratch, needed, work.where_of(rank))
+
+    for rank in wanted:
+        with virtual_rank(rank, work.ranks, experts=work.config.model_config.is_moe):
+            one = write_rank(
+                work.config,
+                rank,
+                work.path(rank),
+                sharding="virtual",
+                device=torch.device("cpu"),
+                require_room=partial(require_room, rank),
+                say=partial(say, rank),
+                key=work.key,
+                serialization_kwargs=work.request.serialization_kwargs,
+                where=work.where_of(rank),
+            )
+        for stage, seconds in one.seconds.items():
+            work.clock.seconds[stage] += seconds
+        written.append(one)
+        # Scratch holds two shards at most: the one just written, and the one being stored.
+        stored += work.shelf.wait()
+        work.shelve(one)
+    stored += work.shelf.wait()
+    return written, stored
+
+
+def _by_executor(work: _Work) -> tuple[list[WrittenRank], list[_Stored]]:
+    from tensorize_assets.worker.executor_ranks import write_ranks
+
+    with work.clock("start"):
+        written = write_ranks(work.config, work.request, work.scratch, work.progress, work.where)
+    for stage in written[0].seconds:
+        slowest = max(one.seconds[stage] for one in written)
+        work.clock.seconds[stage] = slowest
+        work.clock.seconds["start"] -= slowest
+    stored: list[_Stored] = []
+    for one in written:
+        work.shelve(one)
+        stored += work.shelf.wait()
+    return list(written), stored
 
 
 @dataclass(frozen=True)
@@ -206,7 +249,7 @@ class _Shelf:
     """Verifies and stores one shard while the next is built: one read of the file for both."""
 
     def __init__(
-        self, store: Store, progress: Progress, clock: _Stopwatch, key: bytes | None
+        self, store: Store, progress: Progress, clock: Stopwatch, key: bytes | None
     ) -> None:
         self._store = store
         self._key = key
@@ -227,22 +270,14 @@ class _Shelf:
         self._stop.set()
         self._pool.shutdown()
 
-    def store(
-        self,
-        rank: int,
-        ranks: int,
-        path: Path,
-        directory: str,
-        wrote: _Wrote,
-        where: str,
-    ) -> None:
+    def store(self, wrote: WrittenRank, ranks: int, path: Path, directory: str, where: str) -> None:
         """Start on a file that `wait` waits for."""
-        size = path.stat().st_size
+        rank, size = wrote.rank, path.stat().st_size
         self._what = (rank, ranks, size)
         self._passed = self._said = 0
         self._said_at = time.monotonic()
         self._progress.update("storing", rank, ranks, bytes_done=0, bytes_total=size)
-        self._running = self._pool.submit(self._run, rank, ranks, path, directory, wrote, where)
+        self._running = self._pool.submit(self._run, ranks, path, directory, wrote, where)
 
     def check(self) -> None:
         """Raise what storing the last file failed with: nothing more need be built."""
@@ -260,7 +295,7 @@ class _Shelf:
         return (stored,)
 
     def _run(
-        self, rank: int, ranks: int, path: Path, directory: str, wrote: _Wrote, where: str
+        self, ranks: int, path: Path, directory: str, wrote: WrittenRank, where: str
     ) -> _Stored:
         start = time.perf_counter()
         tensors: list[TensorEntry] = []
@@ -271,8 +306,8 @@ class _Shelf:
             )
         took = time.perf_counter() - start
         self._progress.log(
-            f"rank {rank}/{ranks}: {len(tensors)} tensors, {found.size:,} bytes, {path.name}, "
-            f"verified and stored at {format_bytes(found.size / max(took, 1e-3))}/s"
+            f"rank {wrote.rank}/{ranks}: {len(tensors)} tensors, {found.size:,} bytes, "
+            f"{path.name}, verified and stored at {format_bytes(found.size / max(took, 1e-3))}/s"
         )
         file = FileEntry(path=path.name, size=found.size, sha256=found.sha256)
         return _Stored(file, tuple(tensors))
@@ -290,7 +325,7 @@ class _Shelf:
             )
 
     def _verified(
-        self, path: Path, tensors: list[TensorEntry], wrote: _Wrote, where: str
+        self, path: Path, tensors: list[TensorEntry], wrote: WrittenRank, where: str
     ) -> Iterator[bytes]:
         """The file's bytes; raises after the last one unless they are what was to be written."""
         for chunk in read_back(path, tensors, key=self._key):
@@ -300,75 +335,30 @@ class _Shelf:
             self._passed += len(chunk)
             self._say()
         found = {tensor.name for tensor in tensors}
-        if found != wrote.names:
+        names = set(wrote.names)
+        if found != names:
             raise WorkerError(
-                f"{where}: {path.name} holds {len(found)} tensors and the model has "
-                f"{len(wrote.names)}; they differ in {', '.join(sorted(found ^ wrote.names)[:5])}"
+                f"{where}: {path.name} holds {len(found)} tensors and the model has {len(names)}; "
+                f"they differ in {', '.join(sorted(found ^ names)[:5])}"
             )
-        if wrote.tensors is not None and wrote.tensors != tuple(tensors):
+        if wrote.encrypted is not None and wrote.encrypted != tuple(tensors):
             raise WorkerError(
                 f"{where}: {path.name} holds other tensors than were encrypted into it. Check the "
                 f"scratch disk ({path.parent}) and run again"
             )
 
 
-@contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """Report what vLLM refuses as such: retrying, or another host, does not help."""
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise PreflightError(
-            f"{what}: a weights file asks to run code or holds other objects than tensors, and is "
-            f"not read ({_one_line(error)}). Use a repo, or a revision, with safetensors"
-        ) from error
-    except (
-        ValueError,
-        RuntimeError,
-        NotImplementedError,
-        AssertionError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        SafetensorError,
-    ) as error:
-        if "can't allocate memory" in str(error):
-            raise WorkerError(
-                f"{what}: the memory of this host does not hold one rank ({_one_line(error)}). "
-                "Run the worker on a larger host, or use a larger tensor_parallel_size"
-            ) from error
-        raise PreflightError(
-            f"{what} ({type(error).__name__}: {_one_line(error)}). If it refuses "
-            "this tensor_parallel_size, real ranks fail alike: choose another. If the CPU build "
-            "lacks a part, the model needs executor mode (vLLM's own ranks on their devices)"
-        ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]
-
-
 def _stock_vllm(config: VllmConfig, merged: DtypeCensus) -> StockVllm:
     reasons: list[str] = []
+    quantization = config.model_config.quantization
+    if quantization is not None:
+        reasons.append(
+            f"layers quantized with {quantization} need the post-load step (vllm#55198) and their "
+            "own types, which stock vLLM casts (vllm#45504)"
+        )
+    if config.model_config.is_moe:
+        reasons.append("a mixture of experts' kernels need the post-load step (vllm#55198)")
     if config.model_config.use_mla:
         reasons.append("multi-head latent attention needs the post-load step (vllm#55198)")
-    lossy = [cast for cast in merged.cast_by_stock if cast.lossy]
-    if lossy:
-        reasons.append(
-            f"stock vLLM casts {len(lossy)} tensors to {merged.model_dtype} and loses values, "
-            f"first {lossy[0].name} ({lossy[0].from_dtype})"
-        )
+    reasons += cast_reasons(merged)
     return StockVllm(loadable=not reasons, reasons=tuple(reasons))
-
-
-def _versions() -> dict[str, str]:
-    import vllm
-
-    return {
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "tensorizer": version("tensorizer"),
-        "tensorize_assets": __version__,
-        "python": platform.python_version(),
-    }

@@ -15,6 +15,19 @@ import torch
 from vllm.distributed import parallel_state
 
 
+class _StandInProcessGroup:
+    """What mixtures of experts read of a group's process group."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._world_size
+
+
 class _StandInGroup:
     """What layers read of a `GroupCoordinator` while they are built and loaded."""
 
@@ -29,6 +42,7 @@ class _StandInGroup:
         self.is_first_rank = rank == 0
         self.is_last_rank = rank == world_size - 1
         self.device = torch.device("cpu")
+        self.device_group = _StandInProcessGroup(rank, world_size)
         self.use_custom_op_call = False
         self.device_communicator = None
 
@@ -39,17 +53,20 @@ class _StandInGroup:
         )
 
 
-# Expert groups stay unset, as on a real rank of a dense model: a model that asks for one fails
-# with vLLM's own message, and preflight refuses mixtures of experts before that.
 _ALONE = ("_PP", "_DP", "_DCP", "_PCP")
 
 
 @contextmanager
-def virtual_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Make this process rank `rank` of `world_size` for everything built inside."""
+def virtual_rank(rank: int, world_size: int, *, experts: bool = False) -> Iterator[None]:
+    """Make this process rank `rank` of `world_size` for everything built inside.
+
+    `experts`: of a mixture of experts. Dense models have no expert group on a real rank either,
+    and one that asks for it fails with vLLM's own message.
+    """
     stand_ins = {name: _StandInGroup(0, 1) for name in _ALONE}
-    stand_ins["_TP"] = _StandInGroup(rank, world_size)
-    stand_ins["_WORLD"] = _StandInGroup(rank, world_size)
+    # As vLLM makes it, also where each rank has its part of every expert.
+    together = ("_TP", "_WORLD", "_EP") if experts else ("_TP", "_WORLD")
+    stand_ins |= {name: _StandInGroup(rank, world_size) for name in together}
     before = {name: getattr(parallel_state, name) for name in stand_ins}
     for name, group in stand_ins.items():
         setattr(parallel_state, name, group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
@@ -20,6 +20,7 @@ from tensorize_assets.worker import secretbox
 from tensorize_assets.worker.encrypt_shard import check_key
 from tensorize_assets.worker.module_tensors import MARKER, marker, module_tensors
 from tensorize_assets.worker.secretbox import MAC_BYTES, Bytes
+from tensorize_assets.worker.serializer import serializer
 from tensorize_assets.worker.tensor_file import (
     CHUNK_BYTES,
     END,
@@ -45,6 +46,30 @@ def write_shard(
         WorkerError: a tensor has no values; tensorizer would store it as zeros.
     """
     _prepare(model)
+    _serialize(lambda writer: writer.write_module(model), path, serialization_kwargs, written)
+
+
+def write_state_dict(
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    serialization_kwargs: dict[str, Any],
+    written: Callable[[int], None],
+) -> None:
+    """Serialize tensors under their own names, without vLLM's marker; else as `write_shard`."""
+    _serialize(
+        lambda writer: writer.write_state_dict(dict(tensors)),
+        path,
+        serialization_kwargs,
+        written,
+    )
+
+
+def _serialize(
+    write: Callable[[TensorSerializer], None],
+    path: Path,
+    serialization_kwargs: dict[str, Any],
+    written: Callable[[int], None],
+) -> None:
     done = Event()
 
     def watch() -> None:
@@ -52,14 +77,10 @@ def write_shard(
             written(path.stat().st_blocks * 512)
 
     watcher = Thread(target=watch, name="written-bytes", daemon=True)
-    # A plain file, never tensorizer's own S3 stream: that one uploads a partial file when it is
-    # closed by an exception, or merely collected.
-    with path.open("wb+") as file:
+    with serializer(path, **serialization_kwargs) as writer:
         watcher.start()
         try:
-            serializer = TensorSerializer(file, **serialization_kwargs)
-            serializer.write_module(model)
-            serializer.close()
+            write(writer)
         finally:
             done.set()
             watcher.join()

@@ -26,7 +26,7 @@ from tensorize_assets.core.s3 import S3Settings, resolve
 from tensorize_assets.core.store import open_store
 from tensorize_assets.definitions import ASSETS, resources
 from tensorize_assets.resources.hub import HubResource
-from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.launchers.local import SubprocessLauncher
 
 MODEL = "tiny/llama"
 # A random model's perplexity is near the size of its vocabulary.
@@ -108,8 +108,10 @@ class Home:
     def resources(self, launcher: SubprocessLauncher | None = None) -> dict[str, Any]:
         return {
             **resources(self.folder),
-            "hub_access": HubResource(endpoint=self.endpoint, cache_dir=str(self.folder / "hub")),
-            "launcher": launcher or SubprocessLauncher(),
+            "tensorize_hub": HubResource(
+                endpoint=self.endpoint, cache_dir=str(self.folder / "hub")
+            ),
+            "tensorize_launcher": launcher or SubprocessLauncher(),
         }
 
     def run(

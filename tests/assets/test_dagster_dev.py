@@ -29,6 +29,15 @@ from tensorize_assets.core.catalog import load_catalog
 pytestmark = pytest.mark.engine
 
 REPO = Path(__file__).parents[2]
+# Without sensors: only these tests start runs.
+CODE = """\
+from pathlib import Path
+
+from tensorize_assets import build_defs
+
+HOME = Path(__file__).parent
+defs = build_defs(HOME / "models.yaml", HOME, sensors=False, schedules=False)
+"""
 T = TypeVar("T")
 
 
@@ -75,7 +84,7 @@ class Dev:
                 ... on RunConfigValidationInvalid { errors { message } } } }""",
             params={
                 "selector": {
-                    "repositoryLocationName": "tensorize_assets.definitions",
+                    "repositoryLocationName": "quiet.py",
                     "repositoryName": "__repository__",
                     "jobName": "build",
                 },
@@ -135,7 +144,8 @@ def dev(
         port = reserved.getsockname()[1]
         reserved.close()
         log = folder / "dev.log"
-        command = f"-m dagster dev -h 127.0.0.1 -p {port} -m tensorize_assets.definitions"
+        (folder / "quiet.py").write_text(CODE)
+        command = f"-m dagster dev -h 127.0.0.1 -p {port} -f quiet.py"
         with log.open("w") as out:
             started = subprocess.Popen(
                 [sys.executable, *command.split()],

@@ -15,8 +15,9 @@ HEAVY = ("torch", "vllm", "tensorizer", "transformers")
 
 
 def described() -> str:
-    """Assets with their dependencies, checks and pools; jobs and resources: a line each."""
+    """Assets with dependencies, checks and pools; jobs, automation, resources: a line each."""
     graph = defs.resolve_asset_graph()
+    repository: Any = defs.get_repository_def()
     lines: list[str] = []
     for key in sorted(graph.get_all_asset_keys(), key=str):
         node = graph.get(key)
@@ -24,10 +25,13 @@ def described() -> str:
         lines.append(f"asset {key.to_user_string()}")
         lines += [
             f"    group {node.group_name}",
+            f"    kinds {', '.join(sorted(node.kinds))}",
             f"    partitions {_dimensions(node.partitions_def)}",
             f"    code version {node.code_version}",
             f"    pool {definition.op.pool}",
             f"    retry policy {definition.op.retry_policy}",
+            f"    condition {_label(node.automation_condition)}",
+            f"    freshness {_windows(node.freshness_policy)}",
             f"    io manager {node.io_manager_key}",
             f"    resources {', '.join(sorted(definition.required_resource_keys))}",
         ]
@@ -40,7 +44,16 @@ def described() -> str:
             lines.append(f"    check {check.name}, {blocking}, {_dimensions(spec.partitions_def)}")
     for job in sorted(defs.resolve_all_job_defs(), key=lambda job: job.name):
         if not job.name.startswith("__"):
-            lines.append(f"job {job.name}, partitions {_dimensions(job.partitions_def)}")
+            tags = "".join(f", tag {name}={value}" for name, value in sorted(job.run_tags.items()))
+            lines.append(f"job {job.name}, partitions {_dimensions(job.partitions_def)}{tags}")
+    lines += [
+        f"sensor {one.name}, {one.default_status.value}, each {one.minimum_interval_seconds} s"
+        for one in sorted(repository.sensor_defs, key=lambda one: one.name)
+    ]
+    lines += [
+        f"schedule {one.name}, {one.default_status.value}, {one.cron_schedule}"
+        for one in sorted(repository.schedule_defs, key=lambda one: one.name)
+    ]
     lines += [f"resource {name}" for name in sorted(defs.resources or {})]
     return "\n".join(lines) + "\n"
 
@@ -52,6 +65,17 @@ def _dimensions(definition: Any) -> str:
         f"{dimension.name}={dimension.partitions_def.name}"
         for dimension in definition.partitions_defs
     )
+
+
+def _label(condition: Any) -> str:
+    return "none" if condition is None else str(condition.get_label())
+
+
+def _windows(policy: Any) -> str:
+    if policy is None:
+        return "none"
+    warn, fail = (window.to_timedelta() for window in (policy.warn_window, policy.fail_window))
+    return f"warns after {warn}, fails after {fail}"
 
 
 def test_the_loaded_definitions_are_the_committed_ones():

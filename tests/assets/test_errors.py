@@ -15,7 +15,7 @@ import pytest
 from chain_home import MODEL, NO_WORKER, UP_TO_ARTIFACT, Home, oneshot, stand_in
 
 from tensorize_assets import partitions
-from tensorize_assets.assets import hf_snapshot, target
+from tensorize_assets.assets import snapshots, target
 from tensorize_assets.core import channel, compare, hub, layout, manifest, signing
 from tensorize_assets.core.hub import HubAccess, RevisionListing
 from tensorize_assets.core.verify import verify_directory
@@ -188,7 +188,7 @@ def test_a_long_download_is_heard_of(
     home: Home, model_hub: LocalHub, monkeypatch: pytest.MonkeyPatch
 ):
     """An hour without a line looks like a hang."""
-    monkeypatch.setattr(hf_snapshot, "_SAID_EVERY_S", 0.0)
+    monkeypatch.setattr(snapshots, "_SAID_EVERY_S", 0.0)
     model_hub.bytes_per_s = 1_000_000
     run = home.run(selection=SNAPSHOT)
     assert run.success
@@ -393,7 +393,7 @@ def test_what_json_does_not_hold_is_refused(home: Home):
                 [asset],
                 partition_key=key,
                 instance=instance,
-                resources={"io_manager": home.resources()["io_manager"]},
+                resources={"io_manager": home.resources()["tensorize_io_manager"]},
                 raise_on_error=False,
             )
             (event,) = result.get_step_failure_events()

@@ -40,7 +40,9 @@ def daily(context: dg.AssetExecutionContext) -> str:
 
 
 def materialize(home: Home, *assets: Any, **arguments: Any) -> dg.ExecuteInProcessResult:
-    return dg.materialize(assets, resources=home.resources(), **arguments)
+    resources = home.resources()
+    resources["io_manager"] = resources["tensorize_io_manager"]
+    return dg.materialize(assets, resources=resources, **arguments)
 
 
 def failure(result: dg.ExecuteInProcessResult) -> str:
@@ -77,7 +79,7 @@ def test_values_of_other_assets_go_and_come_as_json(any_home: Home) -> None:
             [plain, model, daily, reads],
             selection=[reads],
             instance=instance,
-            resources={"io_manager": any_home.resources()["io_manager"]},
+            resources={"io_manager": any_home.resources()["tensorize_io_manager"]},
         )
         assert ["ü", 3, ["2026-11-29", "a/b"]] == result.output_for_node("reads")
     expected = (
@@ -109,7 +111,7 @@ def test_a_value_of_another_shape_is_named(any_home: Home) -> None:
     result = dg.materialize(
         [model, reads],
         selection=[reads],
-        resources={"io_manager": any_home.resources()["io_manager"]},
+        resources={"io_manager": any_home.resources()["tensorize_io_manager"]},
         raise_on_error=False,
     )
     assert f"{any_home.store.uri('values/model.json')} is not what is read of it" in failure(result)
@@ -154,7 +156,7 @@ def test_the_example_project_loads_our_assets_beside_its_own(
     defs: dg.Definitions = runpy.run_path(str(path))["defs"]
     keys = {key.to_user_string() for key in defs.resolve_asset_graph().get_all_asset_keys()}
     assert {"hf_snapshot", "published", "rollout_request", "served_models"} <= keys
-    assert isinstance((defs.resources or {})["io_manager"], ManifestIOManager)
+    assert isinstance((defs.resources or {})["tensorize_io_manager"], ManifestIOManager)
     dg.Definitions.validate_loadable(defs)
 
 

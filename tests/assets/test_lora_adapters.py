@@ -155,9 +155,11 @@ def test_a_pinned_profile_keeps_its_adapters_too(
     moved = adapter_hub.commit("org/poet", files)
     pinned = home.run(selection=["hf_snapshot"])
     assert first.build_id == pinned.build_id
-    assert moved != pinned.metadata("hf_snapshot")["adapter poet"]
+    before = pinned.metadata("hf_snapshot")["adapter poet"]
+    assert before == first.metadata("hf_snapshot")["adapter poet"]
     with_adapters(home, POET)
-    assert moved == home.run(selection=["hf_snapshot"]).metadata("hf_snapshot")["adapter poet"]
+    after = home.run(selection=["hf_snapshot"]).metadata("hf_snapshot")["adapter poet"]
+    assert after == f"{adapter_hub.endpoint}/org/poet/tree/{moved}" != before
 
 
 def test_adapters_that_left_the_cache_come_again(home: Home, adapter_hub: LocalHub) -> None:

@@ -349,7 +349,7 @@ def test_only_says_that_shards_were_written_encrypted(make_home: MakeHome) -> No
 def rotate(home: Home, monkeypatch: pytest.MonkeyPatch, *arguments: str, **given: Any) -> Any:
     """`tensorize keys rotate`, by stand-in workers."""
     launcher = given.get("launcher", stand_in())
-    monkeypatch.setattr(tensorize_assets.definitions, "SubprocessLauncher", lambda: launcher)
+    monkeypatch.setattr(tensorize_assets.definitions, "chosen", lambda _: launcher)
     monkeypatch.setenv("DAGSTER_HOME", str(home.folder))
     monkeypatch.setenv("HF_ENDPOINT", home.endpoint)
     for name in (sealing.PRIVATE_KEY_VARIABLE, "TENSORIZE_ASSETS_SIGNING_KEY"):

@@ -149,8 +149,8 @@ def test_dagster_aws_s3_resource_serves(
             instance=instance,
             resources={
                 **plain.resources(stand_in()),
-                "artifact_store": store,
-                "io_manager": ManifestIOManager(store=store),
+                "tensorize_store": store,
+                "tensorize_io_manager": ManifestIOManager(store=store),
             },
         )
     assert result.success

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chain_home import MODEL, NO_WORKER, Home, Run, stand_in
+from chain_home import MODEL, NO_WORKER, PROFILE, Home, Run, stand_in
 
+from tensorize_assets.assets.target import ONESHOT_TAG, Oneshot
 from tensorize_assets.core import compare, layout, sealing
+from tensorize_assets.core.catalog import Profile
 from tensorize_assets.core.evidence import read_evidence
 from tensorize_assets.core.manifest import StoredManifest, read_manifest
 from tensorize_assets.core.verify import verify_directory
@@ -79,8 +81,8 @@ def published_alone(home: Home) -> Run:
 def test_both_variants_are_sealed_reloaded_and_published_in_one_entry(
     home: Home, adapter_hub: LocalHub
 ) -> None:
-    """Who has the key and who has none are served the same build."""
-    with_profile(home, "pirate", "poet", encryption="both")
+    """Who has the key and who has none are served the same build, of vLLM's own ranks here."""
+    with_profile(home, "pirate", "poet", encryption="both", sharding="executor")
     run = home.run(launcher=stand_in())
     assert {} == run.failures
     assert CHAIN == run.materialized
@@ -90,6 +92,7 @@ def test_both_variants_are_sealed_reloaded_and_published_in_one_entry(
     assert secret.manifest.encryption is not None
     assert plain.sha256 == secret.manifest.encryption.plaintext
     assert plain.manifest.inputs == secret.manifest.inputs.model_copy(update={"data_key": None})
+    assert "executor" == plain.manifest.sharding == secret.manifest.sharding
     for place in manifests(home):
         assert () == verify_directory(home.store, place, home.trusted).problems
     (entry,) = home.channel()
@@ -286,3 +289,27 @@ def test_a_repo_with_files_where_ours_go_is_refused(
         in (run.failures["artifact"])
     )
     assert {} == manifests(home)
+
+
+def test_a_oneshot_with_a_keyfile_is_encrypted_where_a_plain_one_would_lie(
+    home: Home, adapter_hub: LocalHub
+) -> None:
+    """As vLLM's own script has it; whoever asked for the key opens it, catalog or not."""
+    own = sealing.generate_private_key(home.folder / "keys" / "private.key")
+    profile = Profile(**{**PROFILE, "encryption": "only"})
+    tag = Oneshot(suffix="mine", profile=profile, keyfile=True).model_dump_json()
+    run = home.run(suffix="adhoc", tags={ONESHOT_TAG: tag}, launcher=stand_in())
+    assert {} == run.failures
+    ((place, stored),) = manifests(home).items()
+    assert layout.oneshot_dir(MODEL, "mine") == place
+    assert stored.manifest.encryption is not None
+    key_id = stored.manifest.encryption.key_id
+    assert key_id == run.metadata("hf_snapshot")["data_key"]
+    assert {"this-home": own.public_key} == sealing.recipients_of(home.store, key_id, None)
+    assert () == verify_directory(home.store, place, home.trusted).problems
+    again = home.run(suffix="adhoc", tags={ONESHOT_TAG: tag}, launcher=NO_WORKER)
+    assert {} == again.failures
+    assert run.build_id == again.build_id
+    other = Oneshot(suffix="mine", profile=Profile(**PROFILE)).model_dump_json()
+    plain = home.run(suffix="adhoc", tags={ONESHOT_TAG: other}, launcher=NO_WORKER)
+    assert "a directory is written once" in plain.failures["hf_snapshot"]

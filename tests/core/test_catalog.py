@@ -57,6 +57,9 @@ def test_a_profile_needs_only_the_reload_device() -> None:
         "track": "follow",
         "tensor_parallel_size": 1,
         "dtype": "auto",
+        "format": "vllm",
+        "sharding": "virtual",
+        "resources": None,
         "reload_device": "cpu",
         "adapters": (),
         "encryption": "none",
@@ -85,6 +88,8 @@ def test_every_field_is_described() -> None:
         ({"tensor_parallel_size": 10**6}, ("tensor_parallel_size",)),
         ({"dtype": "bf16"}, ("dtype",)),
         ({"track": "latest"}, ("track",)),
+        ({"format": "gguf"}, ("format",)),
+        ({"format": "hf", "tensor_parallel_size": 2}, ("tensor_parallel_size",)),
         ({"reload_device": "cuda:0"}, ("reload_device",)),
         ({"revision": "a b"}, ("revision",)),
         ({"revision": ""}, ("revision",)),
@@ -270,12 +275,20 @@ def test_only_fields_that_change_bytes_go_into_the_build() -> None:
     assert byte_fields(plain) == byte_fields(other)
 
 
+def test_the_first_format_is_in_no_build_id() -> None:
+    """Builds from before there was a second keep their ids, and are not made again."""
+    assert {"dtype", "serialization_kwargs", "tensor_parallel_size"} == byte_fields(
+        _profile()
+    ).keys()
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"tensor_parallel_size": 2},
         {"dtype": "float16"},
         {"serialization_kwargs": {"limit_cpu_concurrency": 1}},
+        {"format": "hf"},
     ],
 )
 def test_each_field_that_changes_bytes_goes_into_the_build(fields: dict[str, Any]) -> None:
@@ -373,6 +386,26 @@ def test_the_first_of_merged_mappings_wins(tmp_path: Path) -> None:
     profile = load_catalog(file).profile("a/b", "v3")
     expected = _profile(reload_device="cpu", track="pin", dtype="float16", revision="c")
     assert expected == profile
+
+
+def test_an_edit_is_seen_at_once(tmp_path: Path) -> None:
+    """A file is not read twice as it is, also not one with mistakes, and each edit is read."""
+    file = tmp_path / "models.yaml"
+    good = "root: artifacts\nmodels: {a/b: {profiles: {v1: {reload_device: cpu}}}}\n"
+    file.write_text(good)
+    first = load_catalog(file)
+    assert load_catalog(file) is first
+    file.write_text(good.replace("v1", "v2"))
+    assert [("a/b", "v2")] == [*load_catalog(file).pairs()]
+    file.write_text(good.replace("cpu", "gpu"))
+    for _ in range(2):
+        with pytest.raises(CatalogError, match="reload_device"):
+            load_catalog(file)
+    file.write_text(good)
+    assert first == load_catalog(file)
+    file.unlink()
+    with pytest.raises(CatalogError):
+        load_catalog(file)
 
 
 def test_load_catalog_raises_every_problem_one_a_line(tmp_path: Path) -> None:

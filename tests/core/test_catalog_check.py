@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import yaml
 
 from tensorize_assets.core import sealing, signing
+from tensorize_assets.core.catalog_automation import Automation
 from tensorize_assets.core.catalog_check import MAX_FILE_BYTES, Problem, check_catalog
 from tensorize_assets.core.catalog_schema import catalog_json_schema, catalog_schema_text
 from tensorize_assets.core.errors import SignatureError
@@ -98,8 +101,117 @@ KWARGS = f"{V1}.deserialization_kwargs"
 
 # The file, the line and field of its one mistake, and words of the message.
 ONE_MISTAKE: dict[str, tuple[str, int, str, list[str]]] = {
+    # what happens by itself
+    "protected by its folder": (
+        _keys("automation:\n  protect:\n    - v1-0123456789ab\n"),
+        3,
+        "automation.protect.0",
+        ["is not a build id", "12 hex digits", "without the suffix"],
+    ),
+    "a day that never comes": (
+        _keys('automation:\n  retensorize: "0 0 31 2 *"\n'),
+        2,
+        "automation.retensorize",
+        ["never comes"],
+    ),
+    "no cron expression": (
+        _keys("automation: {audit: {cron: daily}}\n"),
+        1,
+        "automation.audit.cron",
+        ["five fields", '"0 3 * * 0"'],
+    ),
+    "a schedule switched off": (
+        _keys("automation:\n  retensorize: false\n"),
+        2,
+        "automation.retensorize",
+        ["cron expression", "switched off in the UI"],
+    ),
+    "unknown automation": (
+        _keys("automation:\n  retensorise: x\n"),
+        2,
+        "automation.retensorise",
+        ["did you mean retensorize", "keys here: revisions"],
+    ),
+    "unknown key of retention": (
+        _keys("automation: {retention: {kep: 3}}\n"),
+        1,
+        "automation.retention.kep",
+        ["did you mean keep", "keys here: cron, keep"],
+    ),
+    "unknown key of revisions": (
+        _keys("automation: {revisions: {every_secconds: 3}}\n"),
+        1,
+        "automation.revisions.every_secconds",
+        ["did you mean every_seconds"],
+    ),
+    "unknown key of resources": (
+        _profile("resources: {gpus: 1}"),
+        7,
+        f"{V1}.resources.gpus",
+        ["a rank that computes on one gets one"],
+    ),
+    "memory without a unit of Kubernetes": (
+        _profile("resources: {memory: 16gb}"),
+        7,
+        f"{V1}.resources.memory",
+        ["is not an amount of bytes", "16Gi"],
+    ),
+    "unknown sharding": (
+        _profile("sharding: exekutor"),
+        7,
+        f"{V1}.sharding",
+        ["must be one of virtual, executor", "did you mean executor"],
+    ),
+    "executor without ranks": (
+        _profile("sharding: executor\n        format: hf"),
+        7,
+        f"{V1}.sharding",
+        ["format hf has no ranks"],
+    ),
+    "unknown launcher": (
+        _keys("launcher: kubernetes\n"),
+        1,
+        "launcher",
+        ["must be one of subprocess, ray, k8s"],
+    ),
+    "a launcher that is not reached": (
+        _keys("launcher: ray\n"),
+        1,
+        "launcher",
+        ["is ray, of which launchers: says nothing"],
+    ),
+    "a launcher's versions without one of them": (
+        _keys("launchers: {k8s: {image: x, versions: {vllm: 0.31.0, torch: 2.13.0}}}\n"),
+        1,
+        "launchers.k8s.versions.tensorizer",
+        ["is missing: write tensorizer: and its value"],
+    ),
+    "a key of workers that is none": (
+        _keys('launchers: {ray: {address: "http://ray:8265", worker_public_key: abc}}\n'),
+        1,
+        "launchers.ray.worker_public_key",
+        ["is not a public key", "tensorize keys generate"],
+    ),
+    "unknown key of a launcher": (
+        _keys('launchers: {ray: {address: "http://ray:8265", adress: x}}\n'),
+        1,
+        "launchers.ray.adress",
+        ["did you mean address"],
+    ),
+    "delete maybe": (
+        _keys("automation: {retention: {delete: maybe}}\n"),
+        1,
+        "automation.retention.delete",
+        ["wants true or false", "'maybe'"],
+    ),
     # the profile's fields
     "unknown key": (_profile("dtyp: auto"), 7, f"{V1}.dtyp", ["unknown key", "did you mean dtype"]),
+    "pipeline": (
+        _profile("pipeline_parallel_size: 2"),
+        7,
+        f"{V1}.pipeline_parallel_size",
+        ["has no pipeline stage", "tensor_parallel_size"],
+    ),
     "unknown key, nothing near": (_profile("xyz: 1"), 7, f"{V1}.xyz", ["keys here: revision"]),
     "unknown dtype": (
         _profile("dtype: bf16"),
@@ -566,7 +678,7 @@ UNREADABLE: dict[str, tuple[str | bytes, int, list[str]]] = {
     "bad escape": (_profile(r'revision: "\U00110000"'), 7, ["not YAML", "an escape"]),
     "nested too deep": ("[" * 30, 1, ["not YAML"]),
     "mappings too deep": ("a: " + "{b: " * 25 + "1" + "}" * 25, 1, ["nested deeper than 20"]),
-    "too large": ("#" * (MAX_FILE_BYTES + 1), 0, ["larger than 256 KiB"]),
+    "too large": ("#" * (MAX_FILE_BYTES + 1), 0, ["larger than 2048 KiB"]),
 }
 
 
@@ -805,6 +917,7 @@ def test_the_schema_accepts_the_shipped_catalog() -> None:
 
 # Mistakes that JSON cannot hold, or that a schema cannot see.
 BEYOND_A_SCHEMA = {
+    *("a day that never comes", "a launcher that is not reached", "executor without ranks"),
     *("suffix empty", "suffix 1", "suffix 1.10", "suffix no", "suffix a date", "suffix a list"),
     *("models that differ in case", "suffixes that differ in case"),
     *("model twice", "suffix twice", "field twice", "argument twice", "top key twice"),
@@ -834,3 +947,12 @@ def test_the_schema_offers_the_defaults_of_the_models() -> None:
     profile = catalog_json_schema()["$defs"]["Profile"]
     assert profile["required"] == ["reload_device"]
     assert profile["properties"]["dtype"]["default"] == "auto"
+
+
+def test_the_readme_shows_the_defaults_of_what_happens_by_itself() -> None:
+    """Whoever copies the block must not change anything by it."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    found = re.search(r"^( +)automation: .*?(?=\n\n)", readme, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    block = yaml.safe_load(textwrap.dedent(found[0]))
+    assert Automation() == Automation.model_validate(block["automation"])

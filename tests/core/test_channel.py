@@ -173,6 +173,16 @@ def test_a_rollback_moves_every_vllm_version_that_has_evidence(store: LocalStore
         assert expected == entry.build_id
 
 
+def test_a_rollback_goes_back_within_a_release_of_vllm(store: LocalStore) -> None:
+    """The build of the other release is current beside it, and not the one before."""
+    publish(store, A)
+    publish(store, B)
+    publish(store, C, vllm="0.32.0")
+    channel = roll_back(store)
+    assert "abca" == history(channel)
+    assert "0.31.0" == channel.current.vllm_version
+
+
 def test_what_a_rollback_would_do_can_be_verified_first(store: LocalStore) -> None:
     """A build that was deleted since must be noticed before it is made current."""
     for build in (A, B):

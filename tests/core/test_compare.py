@@ -134,6 +134,16 @@ def test_a_faithful_reload_passes_every_check() -> None:
     assert 0.0 == found["logprobs_close"].metadata["largest_difference"]
 
 
+def test_of_the_repos_own_names_it_says_what_was_compared() -> None:
+    """In the model these tensors have other names: their hashes are those of what was read."""
+    slow = tuple(one.model_copy(update={"path": "slow"}) for one in RELOAD.loads)
+    found = checked(RELOAD.model_copy(update={"loads": slow}), tensor_format="hf")
+    assert set() == failing(found)
+    said = found["tensor_hashes_equal"].description
+    assert "4 tensors equal, as they were read from the file: in the model" in said
+    assert "by the slow path" in found["artifact_loads"].description
+
+
 class Case(NamedTuple):
     """One thing that is wrong, and what is said of it by the one check that fails."""
 

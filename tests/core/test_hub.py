@@ -21,7 +21,6 @@ from huggingface_hub.utils import WeakFileLock
 from pydantic import SecretStr, ValidationError
 
 import tensorize_assets
-from tensorize_assets.core import hub as core_hub
 from tensorize_assets.core.errors import HubError, HubUnavailableError
 from tensorize_assets.core.hub import (
     HubAccess,
@@ -439,15 +438,34 @@ def test_a_hub_that_is_down(hub: LocalHub, access: HubAccess) -> None:
         resolve(access, MODEL, "main")
 
 
-def test_a_hub_that_does_not_answer_in_time(
-    hub: LocalHub, access: HubAccess, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"Retry-After": "7"}, 7),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0),
+        ({"RateLimit": '"api";r=0;t=55'}, 55),
+        ({"RateLimit": '"api";r=3;t=55'}, None),
+        ({"Retry-After": "soon"}, None),
+        ({}, None),
+    ],
+)
+def test_when_a_busy_hub_wants_to_be_asked_again(
+    hub: LocalHub, access: HubAccess, headers: dict[str, str], seconds: float | None
 ) -> None:
+    """Asked sooner it only says no again; the Hub itself uses a header of its own."""
+    hub.commit(MODEL, FILES)
+    hub.fail_next("/api/models", status=429, headers=headers)
+    with pytest.raises(HubUnavailableError) as caught:
+        resolve(access, MODEL, "main")
+    assert seconds == caught.value.retry_after_s
+
+
+def test_a_hub_that_does_not_answer_in_time(hub: LocalHub, access: HubAccess) -> None:
     """The client itself would wait for ever."""
     hub.commit(MODEL, FILES)
     hub.latency_s = 0.5
-    monkeypatch.setattr(core_hub, "_RESOLVE_TIMEOUT_S", 0.1)
     with pytest.raises(HubUnavailableError, match="ReadTimeout"):
-        resolve(access, MODEL, "main")
+        resolve(access, MODEL, "main", timeout_s=0.1)
 
 
 def test_a_hub_that_stays_busy_during_a_download(hub: LocalHub, access: HubAccess) -> None:

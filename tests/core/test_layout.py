@@ -27,9 +27,10 @@ COMMIT = "b" * 40
         ("manifest.json", layout.manifest_key("")),
         (f"evidence/{SHA}/cuda-0.31.0.json", layout.evidence_key(SHA, "cuda", "0.31.0")),
         (
-            f"snapshots/facebook/opt-125m/{COMMIT}.json",
+            f"snapshots/facebook/opt-125m/{COMMIT}/snapshot.json",
             layout.snapshot_key("facebook/opt-125m", COMMIT),
         ),
+        (f"snapshots/gpt2/files/{SHA}", layout.snapshot_file_key("gpt2", SHA)),
         ("pins/gpt2/v1/refs%2Fpr%2F1.json", layout.pin_key("gpt2", "v1", "refs/pr/1")),
         (
             f"references/{COMMIT}/bfloat16-tp3-cpu-0.31.0+cpu-ff00.json",
@@ -92,3 +93,55 @@ def test_a_rank_outside_its_group_has_no_file(rank: int, size: int) -> None:
     """A wrong rank must not silently name another rank's file."""
     with pytest.raises(StoreError, match=f"rank {rank} does not exist"):
         layout.shard_name(rank, size)
+
+
+@pytest.mark.parametrize(
+    ("expected", "directory"),
+    [
+        (("v1", "0123456789ab", False), "vllm/org/m/v1-0123456789ab"),
+        (("v1-tp2", "0123456789ab", True), "vllm/org/m/v1-tp2-0123456789ab-encrypted/"),
+        (None, "vllm/org/m/v1"),
+        (None, "vllm/org/m/v1-0123456789AB"),
+        (None, "vllm/org/m/-0123456789ab"),
+        # The random name of a one-shot build.
+        (None, "vllm/org/m/0f8fad5bd9cb469fa16570867728950e"),
+    ],
+)
+def test_a_directorys_name_tells_its_build(expected: object, directory: str) -> None:
+    """Retention takes directories for builds by it, before their manifests are read."""
+    assert expected == layout.build_name(directory)
+
+
+@pytest.mark.parametrize(
+    ("expected", "key"),
+    [
+        (("org/m", "v1"), "vllm/org/m/v1.json"),
+        (("m", "v1"), "vllm/m/v1.json"),
+        (None, "vllm/v1.json"),
+        (None, "vllm/org/m/v1/model.tensors"),
+        (None, "keys/org/m/v1.json"),
+        (None, "vllm/a/b/c/d.json"),
+    ],
+)
+def test_the_key_of_a_channel_tells_its_pair(expected: object, key: str) -> None:
+    """It is the reverse of `channel_key`, for keys that a listing shows."""
+    assert expected == layout.pair_of(key, layout.ARTIFACTS_FOLDER)
+
+
+def test_the_key_of_an_answer_or_a_snapshot_tells_its_commit() -> None:
+    """By it what no build is made of any more is found."""
+    commit = "a" * 40
+    assert commit == layout.commit_in(
+        layout.reference_key(commit, "auto", 1, "cpu", "0.31.0", "ff00")
+    )
+    assert commit == layout.commit_in(layout.snapshot_key("org/m", commit))
+    assert commit == layout.commit_in(layout.snapshot_folder(f"org/{'b' * 40}", commit))
+    assert layout.commit_in("references/README.md") is None
+    assert layout.commit_in(layout.snapshot_file_key(f"org/{'b' * 40}", "c" * 64)) is None
+
+
+def test_evidence_and_audits_tell_their_manifest() -> None:
+    """So that what is left of a manifest that is gone is found."""
+    sha256 = "a" * 64
+    assert sha256 == layout.manifest_sha256_in(layout.evidence_key(sha256, "cpu", "0.31.0"))
+    assert sha256 == layout.manifest_sha256_in(layout.audit_key(sha256))

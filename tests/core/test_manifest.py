@@ -120,6 +120,25 @@ def test_a_manifest_is_the_same_to_the_byte_in_every_release() -> None:
     assert MANIFEST == manifests.decode(GOLDEN.read_bytes(), {KEY.public_key})
 
 
+def test_tensors_of_the_repos_own_names_are_labelled() -> None:
+    """Whoever loads them must know beforehand that vLLM takes its slow path to them."""
+    inputs = INPUTS.model_copy(update={"profile": {**INPUTS.profile, "format": "hf"}})
+    labelled = Manifest.model_validate(
+        {
+            **MANIFEST.model_dump(),
+            "inputs": inputs,
+            "build_id": build_id(inputs),
+            "stock_vllm": {"loadable": True, "reasons": ("by its slow path",)},
+            "tensor_format": "hf",
+        }
+    )
+    data = manifests.encode(labelled, KEY)
+    assert "hf" == json.loads(data)["tensor_format"]
+    assert labelled == manifests.decode(data, {KEY.public_key})
+    with pytest.raises(ManifestError, match="the format of tensors differs"):
+        manifests.decode(hand_signed(tensor_format="hf"), {KEY.public_key})
+
+
 def test_the_order_files_were_found_in_does_not_matter() -> None:
     """A half-finished build that is completed must write the manifest that it would have."""
     other = Manifest.model_validate(
@@ -245,7 +264,7 @@ def test_an_evidence_cannot_be_put_in_a_manifests_place() -> None:
 def test_a_manifest_has_no_timestamp_and_no_secret() -> None:
     """Two builds of the same inputs write the same bytes."""
     document = json.loads(manifests.encode(MANIFEST, KEY))
-    unsaid = {"adapters", "encryption"}
+    unsaid = {"adapters", "encryption", "tensor_format"}
     assert {*Manifest.model_fields, "signature"} - unsaid == document.keys()
     with pytest.raises(ValidationError):
         MANIFEST.model = "other"  # pyright: ignore[reportAttributeAccessIssue]

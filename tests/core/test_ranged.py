@@ -140,6 +140,23 @@ def test_readinto_fills_its_buffer_over_many_parts(source: ranged.RangeSource) -
     assert DATA == buffer
 
 
+def test_nothing_is_read_ahead_from_where_nobody_will_read(source: ranged.RangeSource) -> None:
+    """A reader of the first half would fetch what another fetches too. It may still be read."""
+    starts: list[int] = []
+    read_into = source.read_into
+
+    def counted(start: int, buffer: memoryview, stopped: ranged.Stopped) -> None:
+        starts.append(start)
+        read_into(start, buffer, stopped)
+
+    source.read_into = counted  # type: ignore[method-assign]
+    with RangedReader(source, part_bytes=PART, ahead=3) as reader:
+        reader.expect_until(2 * PART)
+        assert reader.read(2 * PART) == DATA[: 2 * PART]
+        assert [0, PART] == sorted(starts)
+        assert reader.read() == DATA[2 * PART :]
+
+
 def test_an_empty_object_is_read(s3: LocalS3, bucket: str) -> None:
     """It has no first byte to ask for."""
     s3.client().put_object(Bucket=bucket, Key="empty", Body=b"")
@@ -591,7 +608,8 @@ def test_a_signature_is_in_no_log(
     s3: LocalS3, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """urllib3's debug log names each request."""
-    caplog.set_level(logging.DEBUG)
+    # By name: the kubernetes package turns this logger down for the whole process.
+    caplog.set_level(logging.DEBUG, "urllib3")
     url = signed(s3, bucket, "data")
     caplog.clear()
     assert DATA == read(url)

@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -207,6 +208,31 @@ def test_absent_objects_are_none_not_errors(store: Store) -> None:
         store.open_read("a/b")
 
 
+def test_any_part_can_be_read_by_any_thread(store: Store, scratch: Path) -> None:
+    """An object that is absent is refused at once; the rest is as it was stored."""
+    digest = store.put_file(KEY, scratch, move=False)
+    data = scratch.read_bytes()
+    ranges = store.ranges(KEY)
+    assert (store.uri(KEY), digest.size) == (ranges.uri, ranges.size)
+    places = [(0, 10), (SIZE - 5, 5), (1000, stores.CHUNK_BYTES - 1000), (17, 0)]
+    read: dict[tuple[int, int], bytes] = {}
+
+    def part(start: int, length: int) -> None:
+        buffer = bytearray(length)
+        if length:
+            ranges.read_into(start, memoryview(buffer), lambda: False)
+        read[start, length] = bytes(buffer)
+
+    threads = [threading.Thread(target=part, args=place) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {place: data[place[0] : sum(place)] for place in places} == read
+    with pytest.raises(StoreError, match=r"nothing.*build it again"):
+        store.ranges("nothing")
+
+
 def test_a_folder_is_no_object(store: Store) -> None:
     """Stores with folders inside, SeaweedFS for one, may answer to their names."""
     store.put_bytes("a/b", b"")
@@ -254,6 +280,22 @@ def test_listing_is_by_prefix_and_sorted(store: Store) -> None:
     assert ("a/v1-2/x", "a/v1/x", "a/v2/x", "b/2") == store.list("")
     with pytest.raises(StoreError, match="cannot be part of a path"):
         store.list("../")
+
+
+def test_a_listing_tells_sizes_and_times(store: Store) -> None:
+    """What can go is told from it, without a look at each object; hidden ones are not shown."""
+    before = time.time()
+    store.put_bytes("a/v1/x", b"12345")
+    store.put_bytes("a/v1/y", b"")
+    store.put_bytes("b", b"1")
+
+    found = store.listing("a/")
+
+    assert [("a/v1/x", 5), ("a/v1/y", 0)] == [(one.key, one.size) for one in found]
+    # S3 has whole seconds, and a disk the time of the last tick.
+    assert all(before - 2 <= one.modified <= time.time() + 2 for one in found)
+    assert store.list("") == tuple(one.key for one in store.listing(""))
+    assert () == store.listing("nothing/here")
 
 
 def test_deleting_removes_the_object_only(store: Store) -> None:

@@ -25,7 +25,7 @@ def keyring(home: Path, *trust: str) -> KeyringResource:
     """The keyring of a home whose catalog trusts these keys; no list without any."""
     listed = f"trust: [{', '.join(trust)}]\n" if trust else ""
     (home / "models.yaml").write_text(f"root: root\n{listed}models: {{}}\n")
-    found = resources(home)["keyring"]
+    found = resources(home)["tensorize_keyring"]
     assert isinstance(found, KeyringResource)
     return found
 

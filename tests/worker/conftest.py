@@ -1,47 +1,16 @@
-"""Runs the scripts beside it: vLLM, torch and tensorizer stay out of pytest's own process."""
+"""What the scripts beside it leave: vLLM, torch and tensorizer stay out of pytest's own process."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parent / "scripts"
-LAST_LINES = 40
-
 RunScript = Callable[..., None]
-
-
-@pytest.fixture(scope="session")
-def run_script() -> RunScript:
-    """Runs `scripts/NAME` with arguments, and variables of the environment by keyword."""
-
-    def run(name: str, *arguments: object, **variables: str) -> None:
-        if find_spec("vllm") is None:
-            pytest.skip("vLLM is not installed (extra `cpu` or `gpu`)")
-        command = [sys.executable, str(SCRIPTS / name), *map(str, arguments)]
-        done = subprocess.run(
-            command,
-            env=os.environ | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=450,
-        )
-        if done.returncode:
-            last = "\n".join(done.stdout.splitlines()[-LAST_LINES:])
-            pytest.fail(f"{name} ended with {done.returncode}:\n{last}", pytrace=False)
-
-    return run
 
 
 @pytest.fixture(scope="session")

@@ -184,9 +184,12 @@ REFUSED = [
     ("lora_bias=True", "its LoRA matrices have biases"),
     ("layer_replication=[[0, 2], [1, 2]]", "it repeats layers of its base model"),
     ("alora_invocation_tokens=[5]", "it acts only after its invocation tokens"),
+    ("use_bdlora={'nblocks': 2}", "its LoRA matrices are block-diagonal"),
+    ("use_qalora=True", "it was trained with QALoRA"),
     ("bias=lora_only", "it trained biases (bias: 'lora_only')"),
     ("peft_type=LOHA", "its peft_type is 'LOHA', and vLLM serves LORA alone"),
     ("init_lora_weights=pissa_niter_4", "a base model that 'pissa_niter_4' changed"),
+    ("init_lora_weights=loftq", "a base model that 'loftq' changed"),
     ("alpha_pattern={'q_proj': 64}", "modules differ in it (alpha_pattern: {'q_proj': 64})"),
     ("rank_pattern={'q_proj': 64}", "modules differ in it (rank_pattern: {'q_proj': 64})"),
     ("r=0", "its rank r is 0"),
@@ -313,9 +316,14 @@ def test_what_does_not_read_back_is_not_stored(cases: dict[str, Any], name: str,
 # Held against vLLM
 
 
+def test_no_thread_of_tensorizer_s_outlives_its_error(cases: dict[str, Any]) -> None:
+    """One would go on to write into the next file that gets the descriptor's number."""
+    assert [] == cases["threads left"]["names"]
+
+
 def test_our_largest_rank_is_vllms(vllms: dict[str, Any]) -> None:
     """Every rank up to it has an engine that takes it."""
-    assert vllms["our rank"] == max(vllms["ranks"])
+    assert vllms["our ranks"] == vllms["ranks"]
 
 
 def test_our_required_fields_are_vllms(vllms: dict[str, Any]) -> None:
@@ -327,12 +335,11 @@ def test_names_are_read_as_vllm_reads_them(vllms: dict[str, Any]) -> None:
     """But for what vLLM takes for a matrix of a layer, and is none."""
     names = vllms["names"]
     differ = {name for name, found in names.items() if found["vllm"] != found["ours"]}
-    assert {
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias",
-        "base_model.model.score.weight",
-        "base_model.model.classifier.bias",
-    } == differ
-    assert [None] * 3 == [names[name]["ours"] for name in sorted(differ)]
+    no_matrices = {"base_model.model.score.weight", "base_model.model.classifier.bias"}
+    # Up to 0.31.
+    bias = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias"
+    assert no_matrices == differ - {bias}
+    assert [None] * 3 == [names[name]["ours"] for name in (bias, *no_matrices)]
     assert 10 <= sum(found["vllm"] is not None for found in names.values())
 
 
@@ -352,10 +359,10 @@ def test_configs_are_refused_where_vllm_refuses_them(vllms: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("name", ["plain", "bin", "rslora"])
-def test_our_file_is_vllms_own_to_the_byte_and_each_loads_in_the_other(
+def test_vllm_reads_from_our_file_what_it_reads_from_the_source(
     vllms: dict[str, Any], name: str
 ) -> None:
-    """vLLM's `tensorize_lora_adapter` and its loading from `tensorizer_dir`, encrypted too."""
+    """Encrypted too. Where vLLM has its own file for them, up to 0.31, ours is it to the byte."""
     found = vllms["interop"][name]
     assert 11 == found.pop("layers")
     assert [] == [what for what, holds in found.items() if not holds]

@@ -91,7 +91,7 @@ def test_encrypted_files_get_another_key(disk: dict[str, Any]) -> None:
     ("case", "error", "says"),
     [
         ("other", "WorkerError", "is not the file that was to be encrypted: tensor '.w0'"),
-        ("no key", "WorkerError", "m v1: there is no data key to encrypt with"),
+        ("no key", "WorkerError", "m v1: the worker was given no data key"),
         ("short key", "WorkerError", "the data key has 31 bytes, and 32 are needed"),
         ("wrong old key", "WorkerError", "chunk 0 of tensor '.w0' was changed, or encrypted with"),
         ("encrypted already", "WorkerError", "is encrypted already; encrypt the plaintext"),

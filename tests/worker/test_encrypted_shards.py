@@ -86,7 +86,7 @@ def test_a_new_key_gives_the_shards_that_it_would_have_given(cases: dict[str, An
     [
         ("flipped", "model-rank-000.tensors reads back differently than it was written: chunk 0 "),
         ("other rank", "model-rank-000.tensors holds other tensors than were encrypted into it"),
-        ("no key", "tiny/llama llama: it is to be written encrypted, and there is no data key"),
+        ("no key", "tiny/llama llama: the worker was given no data key"),
         ("short key", "the data key has 30 bytes, and 32 are needed"),
     ],
 )

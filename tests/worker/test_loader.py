@@ -50,6 +50,28 @@ def test_parameters_stay_the_objects_that_vllm_made(cases: dict[str, Any], name:
     assert [] == case["training"]
 
 
+def test_tensors_are_read_to_where_vllm_put_them(cases: dict[str, Any]) -> None:
+    """Into other memory, the loading of a large model takes a tenth more of it on a CPU."""
+    assert [] == cases["llama"]["moved"]
+
+
+@pytest.mark.parametrize(("name", "readers"), [("two", 2), ("five", 5)])
+def test_as_many_read_as_were_asked_for(cases: dict[str, Any], name: str, readers: int) -> None:
+    """Who shares a disk, or a core, asks for few."""
+    assert readers == cases[f"{name} readers"]
+
+
+def test_of_tied_weights_one_is_read(cases: dict[str, Any]) -> None:
+    """A fifth of the file of SmolLM2 is its embedding once more."""
+    assert 1 == len(cases["tied"]["read"])
+    assert cases["tied"]["shared"]
+
+
+def test_a_closed_file_lets_go_of_its_tensors(cases: dict[str, Any]) -> None:
+    """Or the weights that the post-load step replaces stay beside their replacements."""
+    assert 0 == cases["kept after closing"]
+
+
 def test_the_attributes_are_more_than_a_plain_parameters(cases: dict[str, Any]) -> None:
     """tensorizer's own loading would have left a torch Parameter with none of them."""
     attributes = cases["llama"]["attributes"]["model.layers.0.mlp.down_proj.weight"]
@@ -121,6 +143,7 @@ def test_without_verify_hash_a_flipped_byte_shows_in_the_report(cases: dict[str,
             "10 unexpected (model.embed_tokens.weight (256, 256) torch.bfloat16, and the model's "
             "is (512, 256) torch.bfloat16",
         ),
+        ("wholly other model", "23 missing (model.embed_tokens.weight, "),
         ("flipped", "model.tensors is damaged: Tensor 'lm_head.weight' failed CRC32 verification"),
         ("cut", "and its tensors end at byte"),
         ("cut in its index", "model.tensors is damaged, cut short or no tensorizer file (error: "),

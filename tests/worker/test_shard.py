@@ -155,9 +155,6 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(cases: dict[str, An
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("moe", "tiny/moe moe: a mixture of experts needs executor mode"),
-        ("int8", "tiny/int8 int8: weights quantized with 'compressed-tensors' need executor mode"),
-        ("fp8", "tiny/fp8 fp8: weights quantized with 'fp8' need executor mode"),
         (
             "unknown",
             "does not accept tiny/unknown unknown at tensor_parallel_size=1, dtype=bfloat16: "

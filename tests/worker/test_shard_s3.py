@@ -32,6 +32,38 @@ def test_the_objects_are_the_files_that_a_folder_would_hold(cases: dict[str, Any
     assert [] == plain["uploads"] == plain["scratch"]
 
 
+def test_a_mirrored_snapshot_is_built_as_one_in_a_folder(cases: dict[str, Any]) -> None:
+    """A worker on another machine has nothing but the root."""
+    mirrored = cases["mirrored"]
+    assert cases["disk"]["files"] == mirrored["result"]["files"]
+    assert cases["disk"]["shards"] == mirrored["result"]["shards"]
+    assert hashes(cases["disk"]) == [mirrored["objects"][key] for key in KEYS]
+    assert any("came from the mirror" in line for line in mirrored["log"])
+
+
+def test_a_rank_reads_its_own_part_of_a_mirrored_snapshot(cases: dict[str, Any]) -> None:
+    """By ranges, each byte of the checkpoint about once over all ranks; the same files come of it.
+
+    The embeddings are most of it, and each rank has its rows of them.
+    """
+    ranged = cases["ranged"]
+    assert cases["disk"]["files"] == ranged["result"]["files"]
+    assert cases["disk"]["shards"] == ranged["result"]["shards"]
+    assert 0.9 * ranged["size"] <= ranged["result"]["source_bytes"] <= 1.1 * ranged["size"]
+    # Only what is small was downloaded.
+    assert not any("model.safetensors" in line for line in ranged["log"])
+
+
+def test_ranks_that_are_built_apart_are_those_of_one_task(cases: dict[str, Any]) -> None:
+    """As tasks on other machines, merged in any order."""
+    timed = ("seconds", "source_bytes")
+    one, apart = (
+        {name: value for name, value in cases[case].items() if name not in timed}
+        for case in ("disk", "apart")
+    )
+    assert one == apart
+
+
 def test_scratch_holds_two_shards_at_most_and_one_is_stored_while_the_next_is_built(
     cases: dict[str, Any],
 ) -> None:

@@ -42,11 +42,12 @@ from tensorize_assets.core.tasks import (
     ReloadResult,
     ShardRequest,
     ShardResult,
+    SnapshotSource,
     TensorFile,
     TensorReport,
     TokenScore,
 )
-from tensorize_assets.worker import session
+from tensorize_assets.worker import session, snapshots
 from tensorize_assets.worker.access import store_of
 from tensorize_assets.worker.session import Progress
 
@@ -62,6 +63,7 @@ _VERSIONS = {
 
 def shard(request: ShardRequest, progress: Progress) -> ShardResult:
     _die_if_asked("shard")
+    assert (_local(request.snapshot, request, progress) / "config.json").is_file()
     name = layout.shard_name(0, 1)
     file = _stored(request, name, _sealed(_CONTENT) if request.encrypted else _CONTENT)
     return ShardResult(
@@ -74,6 +76,7 @@ def shard(request: ShardRequest, progress: Progress) -> ShardResult:
         ),
         tied=(),
         stock_vllm=StockVllm(loadable=True),
+        sharding=request.sharding,
         versions=_VERSIONS,
         seconds={},
     )
@@ -85,7 +88,7 @@ def adapters(request: AdaptersRequest, progress: Progress) -> AdaptersResult:
     files: list[FileEntry] = []
     for adapter in request.adapters:
         content = f"adapter {adapter.name}".encode() * 100
-        config = Path(adapter.folder, layout.ADAPTER_CONFIG).read_bytes()
+        config = (_local(adapter.source, request, progress) / layout.ADAPTER_CONFIG).read_bytes()
         place, config_place = (
             layout.adapter_file(adapter.name, len(request.adapters), name)
             for name in (layout.ADAPTER_TENSORS, layout.ADAPTER_CONFIG)
@@ -126,6 +129,9 @@ def encrypt(request: EncryptRequest, progress: Progress) -> EncryptResult:
 
 def reference(request: ReferenceRequest, progress: Progress) -> ReferenceResult:
     _die_if_asked("reference")
+    assert list(_local(request.snapshot, request, progress).glob("*.safetensors"))
+    for adapter in request.adapters:
+        assert list(_local(adapter.source, request, progress).glob("adapter_model.*"))
     return ReferenceResult(
         answers=_answers(request.prompts),
         adapters={one.name: _answers(request.prompts, one.name) for one in request.adapters},
@@ -155,6 +161,14 @@ def reload(request: ReloadRequest, progress: Progress) -> ReloadResult:
         device_name="stand-in",
         vllm_version="0.31.0",
     )
+
+
+def _local(
+    source: SnapshotSource,
+    request: ShardRequest | AdaptersRequest | ReferenceRequest,
+    progress: Progress,
+) -> Path:
+    return snapshots.local_folder(source, request.root, request.s3, progress)
 
 
 def _refusals() -> tuple[Refusal, ...]:

@@ -11,6 +11,8 @@ import os
 import pickle
 import struct
 import sys
+import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +21,16 @@ from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
-from tensorizer import DecryptionParams, TensorDeserializer
+from tensorizer import DecryptionParams, TensorDeserializer, TensorSerializer
 from tiny_adapters import ATTENTION, LINEAR, Tensors, config, matrices, save
 
 from tensorize_assets.core.errors import PreflightError, TensorizeAssetsError
 from tensorize_assets.core.s3 import S3Credentials, S3Settings
+from tensorize_assets.core.scratch import scratch_folder
 from tensorize_assets.core.tasks import DATA_KEY, AdaptersRequest
 from tensorize_assets.demo.s3_server import REGION, LocalS3
 from tensorize_assets.worker import adapters, preflight, session
 from tensorize_assets.worker.access import store_of
-from tensorize_assets.worker.scratch import scratch_folder
 from tensorize_assets.worker.session import Progress
 
 KEY = bytes(range(32))
@@ -47,7 +49,7 @@ def snapshot(folder: Path, name: str = "poet", weights_format: str = "safetensor
             "files": [],
             "weights_format": weights_format,
         },
-        "folder": str(folder),
+        "source": str(folder),
     }
 
 
@@ -55,7 +57,7 @@ def request(base: Path, root: Path | str, *sources: Any, **changes: Any) -> Adap
     fields: dict[str, Any] = {
         "model": f"tiny/{base.name}",
         "suffix": "v1",
-        "base_folder": str(base),
+        "base": str(base),
         "adapters": sources,
         "root": str(root),
         "directory": "vllm/tiny/model/v1-0123456789ab",
@@ -137,6 +139,19 @@ def index_of(size: int, out: Path) -> dict[str, Any]:
     except RuntimeError as error:
         found["tensorizer"] = str(error)
     return found
+
+
+def threads_left(out: Path) -> list[str]:
+    """Threads of tensorizer's that still write when its error is here: into the next file."""
+    pwrite = TensorSerializer._pwrite_syscall
+
+    def slow(self: TensorSerializer, *args: Any, **kwargs: Any) -> int:
+        time.sleep(0.05)
+        return pwrite(self, *args, **kwargs)
+
+    with patch.object(TensorSerializer, "_pwrite_syscall", slow):
+        index_of(preflight.METADATA_REGION + 1, out)
+    return [thread.name for thread in threading.enumerate() if "Tensorizer" in thread.name]
 
 
 def main(models: Path, out: Path, cases: Path) -> None:
@@ -279,9 +294,12 @@ def main(models: Path, out: Path, cases: Path) -> None:
         ("lora_bias", True),
         ("layer_replication", [[0, 2], [1, 2]]),
         ("alora_invocation_tokens", [5]),
+        ("use_bdlora", {"nblocks": 2}),
+        ("use_qalora", True),
         ("bias", "lora_only"),
         ("peft_type", "LOHA"),
         ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "loftq"),
         ("alpha_pattern", {"q_proj": 64}),
         ("rank_pattern", {"q_proj": 64}),
         ("r", 0),
@@ -331,6 +349,7 @@ def main(models: Path, out: Path, cases: Path) -> None:
     }
     refuse("many experts", experts)
     found["index"] = {extra: index_of(preflight.METADATA_REGION + extra, out) for extra in (0, 1)}
+    found["threads left"] = {"names": threads_left(out)}
 
     good = (made / "one" / "adapter_model.safetensors").read_bytes()
     first = sorted(plain)[0]

@@ -18,15 +18,19 @@ from vllm.config.lora import LoRAConfig, MaxLoRARanks
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
-from vllm.model_executor.model_loader.tensorizer import TensorizerConfig, tensorize_lora_adapter
+from vllm.model_executor.model_loader import tensorizer as vllm_tensorizer
 
 from tensorize_assets.core.errors import PreflightError
 from tensorize_assets.core.manifest import TensorEntry
-from tensorize_assets.core.tasks import DATA_KEY
+from tensorize_assets.core.releases import LORA_RANKS
+from tensorize_assets.core.store import open_store
+from tensorize_assets.core.tasks import DATA_KEY, AdaptersRequest, AdaptersResult
+from tensorize_assets.vllm_plugin.adapters import unpack
 from tensorize_assets.worker import adapter_preflight, adapters, session
 from tensorize_assets.worker.read_back import read_back
 from tensorize_assets.worker.session import Progress
 
+FILE = "adapter_model.tensors"
 STEM = "base_model.model.model.layers.0.self_attn.q_proj"
 NAMES = (
     f"{STEM}.lora_A.weight",
@@ -67,7 +71,20 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"r": 0},
     {"r": -8},
     {"r": 513},
+    {"init_lora_weights": "gaussian"},
 )
+if hasattr(PEFTHelper, "get_rank_and_scaling"):
+    # From 0.32 on vLLM looks at these too.
+    FIELDS += (
+        {"lora_bias": True},
+        {"layer_replication": [[0, 2], [1, 2]]},
+        {"alora_invocation_tokens": [5]},
+        {"use_bdlora": {"nblocks": 2}},
+        {"use_qalora": True},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "loftq"},
+    )
 
 
 def vllm_on_name(name: str) -> tuple[str, bool] | None:
@@ -89,9 +106,14 @@ def vllm_on_config(fields: dict[str, Any]) -> None:
     PEFTHelper.from_dict(fields).validate_legal(LoRAConfig(max_lora_rank=512))
 
 
-def loaded(folder: Path, tensorizer: dict[str, Any] | None) -> dict[str, tuple[Any, Any, float]]:
+# Gone with 0.32, and with it `tensorizer_config_dict`.
+tensorize_lora_adapter = getattr(vllm_tensorizer, "tensorize_lora_adapter", None)
+
+
+def loaded(folder: Path, **tensorizer: Any) -> dict[str, tuple[Any, Any, float]]:
     """The matrices that vLLM's own loading path has in memory, and their scaling."""
-    helper = PEFTHelper.from_local_dir(str(folder), 512, tensorizer)
+    more = {"tensorizer_config_dict": tensorizer} if tensorizer else {}
+    helper = PEFTHelper.from_local_dir(str(folder), 512, **more)
     model = LoRAModel.from_local_checkpoint(
         str(folder),
         {*LINEAR, "lm_head"},
@@ -100,7 +122,7 @@ def loaded(folder: Path, tensorizer: dict[str, Any] | None) -> dict[str, tuple[A
         device="cpu",
         dtype=torch.bfloat16,
         model_vocab_size=500,
-        tensorizer_config_dict=tensorizer,
+        **more,
     )
     return {
         name: (layer.lora_a, layer.lora_b, layer.scaling) for name, layer in model.loras.items()
@@ -123,6 +145,13 @@ def entries(path: Path) -> list[TensorEntry]:
     return found
 
 
+def unpacked(asked: AdaptersRequest, result: AdaptersResult, key: str | None, place: Path) -> Any:
+    """What vLLM reads of what its server, and the reload check, are given of an artifact."""
+    [adapter] = result.adapters
+    store = open_store(asked.root)
+    return loaded(unpack(store, asked.directory, adapter, result.files, key, place))
+
+
 def main(models: Path, out: Path, cases: Path) -> None:
     llama = models / "llama"
     found: dict[str, Any] = {
@@ -130,10 +159,10 @@ def main(models: Path, out: Path, cases: Path) -> None:
         "required": [
             field.name
             for field in dataclasses.fields(PEFTHelper)
-            if field.default is dataclasses.MISSING
+            if field.default is field.default_factory is dataclasses.MISSING
         ],
         "our required": adapter_preflight._REQUIRED,
-        "our rank": adapter_preflight.MAX_RANK,
+        "our ranks": LORA_RANKS,
         "names": {
             name: {
                 "vllm": vllm_on_name(name),
@@ -166,43 +195,52 @@ def main(models: Path, out: Path, cases: Path) -> None:
         # Of adapters that train them, peft saves the embeddings too, in the order of its modules.
         tensors[f"{EMBED}.base_layer.weight"] = torch.randn(500, 256).to(dtype)
         save(folder, tensors, fields, weights_format)
-        theirs = out / f"{name} by vllm"
-        tensorize_lora_adapter(str(folder), TensorizerConfig(tensorizer_dir=str(theirs)))
         asked = request(llama, out / f"{name} by us", snapshot(folder, name, weights_format))
-        (entry,) = adapters.run(asked, Progress.silent()).adapters
+        plain = adapters.run(asked, Progress.silent())
         ours = Path(asked.root) / asked.directory
         with patch.object(session, "secrets", lambda: {DATA_KEY: KEY}):
             hidden = asked.model_copy(update={"directory": "hidden", "encrypted": True})
-            adapters.run(hidden, Progress.silent())
+            secret = adapters.run(hidden, Progress.silent())
         keyfile = out / f"{name}.key"
         keyfile.write_bytes(KEY)
-        encrypted = Path(asked.root) / "hidden"
-        file = "adapter_model.tensors"
-        expected = loaded(folder, None)
+        expected = loaded(folder)
+        place = out / f"{name} unpacked"
+        place.mkdir()
         found["interop"][name] = {
             "layers": len(expected),
-            "same bytes": (theirs / file).read_bytes() == (ours / file).read_bytes(),
-            "same config": json.loads((theirs / "adapter_config.json").read_bytes())
-            == json.loads((ours / "adapter_config.json").read_bytes()),
-            "vllm reads ours": equal(expected, loaded(ours, {"tensorizer_dir": str(ours)})),
-            "vllm reads ours encrypted": equal(
-                expected,
-                loaded(
-                    encrypted,
-                    {
-                        "tensorizer_dir": str(encrypted),
-                        "encryption_keyfile": str(keyfile),
-                        "verify_hash": True,
-                    },
-                ),
+            "vllm reads what we unpack": equal(expected, unpacked(asked, plain, None, place)),
+            "vllm reads what we decrypt": equal(
+                expected, unpacked(hidden, secret, str(keyfile), place)
             ),
-            "we read vllm's": entries(theirs / file) == list(entry.tensors),
-            "same tensors": same(held(theirs / file), held(ours / file)),
-            "source": same(tensors, held(ours / file)),
+            "source": same(tensors, held(ours / FILE)),
         }
+        if tensorize_lora_adapter is not None:
+            theirs = out / f"{name} by vllm"
+            tensorize_lora_adapter(
+                str(folder), vllm_tensorizer.TensorizerConfig(tensorizer_dir=str(theirs))
+            )
+            encrypted = str(Path(asked.root) / "hidden")
+            [entry] = plain.adapters
+            found["interop"][name] |= {
+                "same bytes": (theirs / FILE).read_bytes() == (ours / FILE).read_bytes(),
+                "same config": json.loads((theirs / "adapter_config.json").read_bytes())
+                == json.loads((ours / "adapter_config.json").read_bytes()),
+                "vllm reads ours": equal(expected, loaded(ours, tensorizer_dir=str(ours))),
+                "vllm reads ours encrypted": equal(
+                    expected,
+                    loaded(
+                        Path(encrypted),
+                        tensorizer_dir=encrypted,
+                        encryption_keyfile=str(keyfile),
+                        verify_hash=True,
+                    ),
+                ),
+                "we read vllm's": entries(theirs / FILE) == list(entry.tensors),
+                "same tensors": same(held(theirs / FILE), held(ours / FILE)),
+            }
         if weights_format == "safetensors":
             source = load_file(folder / "adapter_model.safetensors")
-            found["interop"][name]["source"] = same(source, held(ours / file))
+            found["interop"][name]["source"] = same(source, held(ours / FILE))
     cases.write_text(json.dumps(found))
 
 

@@ -19,7 +19,7 @@ def request(snapshot: Path, root: Path, name: str, **changes: object) -> ShardRe
     fields: dict[str, object] = {
         "model": f"tiny/{snapshot.name}",
         "suffix": name.rpartition("/")[2],
-        "snapshot_dir": str(snapshot),
+        "snapshot": str(snapshot),
         "root": str(root),
         "directory": f"vllm/tiny/{name}",
         "scratch_dir": str(root / ".scratch"),

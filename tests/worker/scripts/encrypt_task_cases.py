@@ -26,12 +26,12 @@ from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import TensorEntry
 from tensorize_assets.core.ranged import S3Source
 from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings
+from tensorize_assets.core.scratch import scratch_folder
 from tensorize_assets.core.store import Store, digest, open_store
 from tensorize_assets.core.tasks import DATA_KEY, OLD_DATA_KEY, EncryptRequest, TensorFile
 from tensorize_assets.demo.s3_server import LocalS3
 from tensorize_assets.worker import encrypt
 from tensorize_assets.worker.read_back import read_back
-from tensorize_assets.worker.scratch import scratch_folder
 from tensorize_assets.worker.session import Progress
 from tensorize_assets.worker.write_shard import write_shard
 

@@ -25,7 +25,7 @@ from shard_cases import attempt, killed
 from tensorizer import TensorSerializer
 
 from tensorize_assets.core.tasks import EncryptRequest, ShardRequest, TensorFile
-from tensorize_assets.worker import encrypt, session, shard
+from tensorize_assets.worker import encrypt, session, shard, write_rank
 from tensorize_assets.worker.session import Progress
 
 KEY = bytes(range(7, 39))
@@ -155,14 +155,14 @@ def main(models: Path, out: Path, cases: Path) -> None:
         found["both"] = encrypted_of(plain, found["plain"]["result"])
 
         def damaged(change: Callable[[Path], None], name: str) -> dict[str, Any]:
-            written = shard.write_encrypted_shard
+            written = write_rank.write_encrypted_shard
 
             def damaging(model: Any, path: Path, *rest: Any) -> Any:
                 tensors = written(model, path, *rest)
                 change(path)
                 return tensors
 
-            with patch.object(shard, "write_encrypted_shard", damaging):
+            with patch.object(write_rank, "write_encrypted_shard", damaging):
                 return attempt(hidden(llama, out / name, True))
 
         def flip(path: Path) -> None:

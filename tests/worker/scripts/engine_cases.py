@@ -49,7 +49,7 @@ def fields(**changes: object) -> dict[str, object]:
 
 
 def referenced(folder: Path) -> dict[str, Any]:
-    request = ReferenceRequest.model_validate(fields(folder=str(folder)))
+    request = ReferenceRequest.model_validate(fields(snapshot=str(folder)))
     result = reference.run(request, Progress.silent())
     return crossed(result, ReferenceResult)
 
@@ -98,7 +98,7 @@ def without_plugin(folder: Path) -> str:
     child = os.fork()
     if not child:
         os.environ["VLLM_PLUGINS"] = "others"
-        said = refused(reference.run, ReferenceRequest, "cpu", folder=str(folder))
+        said = refused(reference.run, ReferenceRequest, "cpu", snapshot=str(folder))
         os.write(writing, said.encode())
         os._exit(0)
     os.close(writing)
@@ -158,7 +158,7 @@ def main(models: Path, out: Path, cases: Path) -> None:
         "broken reference": referenced(broken(models / "llama", out / "broken")),
         "large": referenced(greedy_of_memory(models, out / "large")),
         "no cuda": {
-            "reference": refused(reference.run, ReferenceRequest, folder=str(models / "llama")),
+            "reference": refused(reference.run, ReferenceRequest, snapshot=str(models / "llama")),
             "reload": refused(
                 reload.run, ReloadRequest, root=str(models), directory="llama", companions=()
             ),

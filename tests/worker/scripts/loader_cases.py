@@ -9,8 +9,12 @@ import json
 import os
 import shutil
 import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from building import artifact
@@ -21,7 +25,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
 
 from tensorize_assets.core import layout
-from tensorize_assets.vllm_plugin import report
+from tensorize_assets.vllm_plugin import report, streams
 from tensorize_assets.worker import model_builder
 from tensorize_assets.worker.module_tensors import module_tensors
 from tensorize_assets.worker.virtual_ranks import virtual_rank
@@ -82,6 +86,7 @@ def filling(snapshot: Path, folder: Path) -> dict[str, Any]:
         model = model_builder.construct(config)
         before = dict(model.named_parameters(remove_duplicate=False))
         kept = {name: attributes(parameter) for name, parameter in before.items()}
+        places = {name: parameter.data_ptr() for name, parameter in before.items()}
         loader = get_model_loader(config.load_config)
         with set_current_vllm_config(config):
             loader.load_weights(model, config.model_config)
@@ -96,6 +101,7 @@ def filling(snapshot: Path, folder: Path) -> dict[str, Any]:
         "verify_hash": loader.tensorizer_config.verify_hash,
         "same objects": before.keys() == after.keys()
         and all(after[name] is before[name] for name in after),
+        "moved": [name for name in after if after[name].data_ptr() != places[name]],
         "attributes": kept,
         "attributes after": {name: attributes(parameter) for name, parameter in after.items()},
         "different": sorted(
@@ -111,6 +117,42 @@ def filling(snapshot: Path, folder: Path) -> dict[str, Any]:
         "training": [name for name, parameter in after.items() if parameter.requires_grad],
         "dtypes": sorted({str(tensor.dtype) for tensor in tensors.values()}),
     }
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Any]]:
+    """What is read to where it shall stand, and by how many."""
+    found: dict[str, Any] = {"runs": 0, "read": []}
+    run, one = streams.Deserializer._read_run, streams.Deserializer._read_one
+
+    def counted(*arguments: Any) -> None:
+        found["runs"] += 1
+        run(*arguments)
+
+    def named(self: Any, stream: Any, entry: Any, room: memoryview) -> None:
+        found["read"].append(str(entry.name.normalize_()))
+        one(self, stream, entry, room)
+
+    with (
+        patch.object(streams.Deserializer, "_read_run", counted),
+        patch.object(streams.Deserializer, "_read_one", named),
+    ):
+        yield found
+
+
+def kept_after_closing(uri: Path) -> int:
+    """How many tensors a closed deserializer still holds of those it has handed out."""
+    module = torch.nn.Module()
+    handed_out: list[weakref.ref[Any]] = []
+    module.register_parameter = module.register_buffer = (  # type: ignore[method-assign]
+        lambda _, tensor: handed_out.append(weakref.ref(tensor))
+    )
+    with streams.find(str(uri), {}).deserializer("cpu", {}) as deserializer:
+        paths = {name.rpartition(".")[0]: module for name in deserializer}
+        module.named_modules = paths.items  # type: ignore[method-assign]
+        deserializer.load_into_module(module)
+        assert handed_out
+    return sum(tensor() is not None for tensor in handed_out)
 
 
 def damaged(folder: Path, name: str, change: Any) -> Path:
@@ -179,6 +221,7 @@ def main(models: Path, out: Path, cases: Path) -> None:
     errors("other model", qwen2, llama / "model.tensors")
     errors("other dtype", llama, wide / "model.tensors")
     errors("other shape", llama, halves / "model-rank-000.tensors")
+    errors("wholly other model", llama, mixed / "model.tensors")
     errors("flipped", damaged(llama, "flipped", flip))
     errors("cut", damaged(llama, "cut", lambda data: data[:-1000]))
     errors("cut in its index", damaged(llama, "cut early", lambda data: data[:300]))
@@ -203,6 +246,17 @@ def main(models: Path, out: Path, cases: Path) -> None:
         "error": failure(silent),
         "reports": [path.name for path in reports.iterdir()],
     }
+    for name, settings in {"two": {"num_readers": 2}, "five": {"num_readers": 5}}.items():
+        with watched() as seen:
+            failure(llama, **settings)
+        found[f"{name} readers"] = seen["runs"]
+    with watched() as seen:
+        tied = loaded(qwen2, verify_hash=False)
+    found["tied"] = {
+        "read": [name for name in seen["read"] if name.startswith(("lm_head", "model.embed"))],
+        "shared": tied.lm_head.weight.data_ptr() == tied.model.embed_tokens.weight.data_ptr(),
+    }
+    found["kept after closing"] = kept_after_closing(llama / "model.tensors")
     cases.write_text(json.dumps(found))
 
 

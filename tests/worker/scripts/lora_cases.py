@@ -21,7 +21,7 @@ from building import artifact
 from engine_cases import crossed, fields
 from loader_cases import failure
 
-from tensorize_assets.core.errors import PreflightError
+from tensorize_assets.core.errors import PreflightError, WorkerError
 from tensorize_assets.core.manifest import AdapterEntry, FileEntry, SnapshotEntry
 from tensorize_assets.core.protocol import SECRETS_VARIABLE
 from tensorize_assets.core.s3 import S3Credentials, S3Settings
@@ -37,6 +37,7 @@ from tensorize_assets.core.tasks import (
     ReloadRequest,
     ReloadResult,
     ShardResult,
+    SnapshotSource,
     TensorFile,
 )
 from tensorize_assets.demo.s3_server import REGION, LocalS3
@@ -65,7 +66,10 @@ def snapshot(llama: Path, folder: Path, seed: int, rank: int, trained: bool = Tr
     config = tiny_adapters.config("tiny/llama", rank, target_modules=[*tiny_adapters.LINEAR])
     tiny_adapters.save(folder, tensors, config)
     return AdapterSnapshot(
-        name=folder.name, repo=f"tiny/{folder.name}", snapshot=SNAPSHOT, folder=str(folder)
+        name=folder.name,
+        repo=f"tiny/{folder.name}",
+        snapshot=SNAPSHOT,
+        source=SnapshotSource(folder=str(folder)),
     )
 
 
@@ -86,19 +90,26 @@ def scratch(folder: Path) -> dict[str, str]:
 
 def written(llama: Path, folder: Path, *sources: AdapterSnapshot) -> AdaptersResult:
     asked = where(folder) | scratch(folder)
-    request = AdaptersRequest(base_folder=str(llama), adapters=sources, **asked)
+    base = SnapshotSource(folder=str(llama))
+    request = AdaptersRequest(base=base, adapters=sources, **asked)
     return adapters.run(request, Progress.silent())
 
 
-def encrypted(folder: Path, name: str, built: ShardResult, with_: AdaptersResult) -> Path:
-    """The directory's encrypted variant, with its small files."""
+def encrypted(
+    folder: Path, name: str, built: ShardResult, with_: AdaptersResult
+) -> tuple[Path, ShardResult]:
+    """The directory's encrypted variant, with its small files; and its shards as they are there."""
     copy = folder.parent / name
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.tensors"))
     files = [TensorFile(path=shard.file, tensors=shard.tensors) for shard in built.shards]
     files += [TensorFile(path=one.file, tensors=one.tensors) for one in with_.adapters]
     asked = where(folder) | {"source": where(folder)["directory"], **where(copy), **scratch(copy)}
-    encrypt.run(EncryptRequest(files=tuple(files), **asked), Progress.silent())
-    return copy
+    result = encrypt.run(EncryptRequest(files=tuple(files), **asked), Progress.silent())
+    stored = {file.path: file.tensors for file in result.tensors}
+    shards = tuple(
+        shard.model_copy(update={"tensors": stored[shard.file]}) for shard in built.shards
+    )
+    return copy, built.model_copy(update={"shards": shards})
 
 
 def changed(folder: Path, name: str, file: str, change: Callable[[bytes], bytes]) -> Path:
@@ -118,8 +129,9 @@ def companions(folder: Path) -> tuple[FileEntry, ...]:
     )
 
 
-def referenced(folder: Path, *asked: AdapterSnapshot) -> dict[str, Any]:
-    request = ReferenceRequest.model_validate(fields(folder=str(folder), adapters=asked))
+def referenced(folder: Path, *asked: AdapterSnapshot, **more: object) -> dict[str, Any]:
+    about = {"snapshot": str(folder), "adapters": asked}
+    request = ReferenceRequest.model_validate(fields(**about | more))
     return crossed(reference.run(request, Progress.silent()), ReferenceResult)
 
 
@@ -128,11 +140,12 @@ def reloaded(folder: Path, asked: tuple[AdapterEntry, ...], **more: object) -> d
     request = ReloadRequest.model_validate(fields(**where(folder) | held | more))
     try:
         result = crossed(reload.run(request, Progress.silent()), ReloadResult)
-    except PreflightError as error:
+    except (PreflightError, WorkerError) as error:
         result = {"refused": str(error)}
-    name = f"tensorize-assets-{os.getuid()}"
-    places = (Path(place, name) for place in ("/dev/shm", tempfile.gettempdir()))
-    left = [str(path) for place in places if place.exists() for path in place.iterdir()]
+    # Of this process: others may run beside it.
+    name = f"tensorize-assets-{os.getuid()}/private-{os.getpid()}-*"
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    left = [str(path) for place in places for path in place.glob(name)]
     return result | {"left": left}
 
 
@@ -157,10 +170,12 @@ def main(models: Path, out: Path, cases: Path) -> None:
     file = several.adapters[1].file
     cut = changed(plain, "cut", file, lambda data: data[:-100])
     found["cut"] = reloaded(cut, several.adapters)
+    small = [adapter.model_copy(update={"rank": 1}) for adapter in several.adapters]
+    found["refused by vllm"] = reloaded(plain, tuple(small))
     found["not the manifest's"] = reloaded(cut, several.adapters, companions=companions(plain))
 
     hand_over(**{DATA_KEY: KEY})
-    secret = encrypted(plain, "secret", built, several)
+    secret, _ = encrypted(plain, "secret", built, several)
     found["encrypted"] = reloaded(secret, several.adapters, encrypted=True)
     hand_over(**{DATA_KEY: KEY[::-1]})
     found["another data key"] = reloaded(secret, several.adapters, encrypted=True)

@@ -35,7 +35,7 @@ from tensorize_assets.core.s3 import ACCESS_VARIABLE, S3Access, S3Credentials, S
 from tensorize_assets.core.store import digest, open_store
 from tensorize_assets.core.tasks import ReloadRequest, ReloadResult
 from tensorize_assets.demo.s3_server import REGION, LocalS3
-from tensorize_assets.resources.launcher import SubprocessLauncher
+from tensorize_assets.resources.launchers.local import SubprocessLauncher
 from tensorize_assets.vllm_plugin import loader, report, streams
 from tensorize_assets.worker import reload, session
 from tensorize_assets.worker.session import Progress
@@ -223,10 +223,10 @@ def launched(server: LocalS3, request: ReloadRequest) -> ReloadResult:
 
 
 def private() -> set[str]:
-    """What lies where workers keep keys."""
-    name = f"tensorize-assets-{os.getuid()}"
-    places = (Path(place, name) for place in ("/dev/shm", tempfile.gettempdir()))
-    return {str(path) for place in places if place.exists() for path in place.iterdir()}
+    """What lies where workers keep keys, of this process: others may run beside it."""
+    name = f"tensorize-assets-{os.getuid()}/private-{os.getpid()}-*"
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return {str(path) for place in places for path in place.glob(name)}
 
 
 def engines(server: LocalS3, local: Path, llama: Path, halves: Path, found: dict[str, Any]) -> None:

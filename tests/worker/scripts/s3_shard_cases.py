@@ -6,6 +6,7 @@ The model's shards are of several parts of a multipart upload each.
 """
 
 import builtins
+import hashlib
 import io
 import json
 import os
@@ -23,12 +24,15 @@ import torch
 from building import request
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tensorize_assets.core import s3_store
+from tensorize_assets.core import mirror, s3_store
+from tensorize_assets.core.manifest import FileEntry
 from tensorize_assets.core.s3 import S3Access, S3Credentials, S3Settings
-from tensorize_assets.core.store import digest, open_store
-from tensorize_assets.core.tasks import ShardRequest
+from tensorize_assets.core.shard_parts import merge, split
+from tensorize_assets.core.signing import SecretKey, generate_signing_key
+from tensorize_assets.core.store import Store, digest, open_store
+from tensorize_assets.core.tasks import MirroredSnapshot, ShardRequest, SnapshotSource
 from tensorize_assets.demo.s3_server import LocalS3
-from tensorize_assets.worker import shard
+from tensorize_assets.worker import shard, write_rank
 from tensorize_assets.worker.session import Progress
 
 RANKS = 4
@@ -104,6 +108,26 @@ def model(folder: Path) -> None:
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
+def mirror_of(folder: Path, store: Store, key: SecretKey | None = None) -> SnapshotSource:
+    """The folder's files in the mirror of a store; with a key they can be read by ranges."""
+    files: list[FileEntry] = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        sha256 = hashlib.sha256(data).hexdigest()
+        files.append(FileEntry(path=path.name, size=len(data), sha256=sha256))
+    found = mirror.SnapshotList(
+        model="tiny/model", commit="a" * 40, weights_format="safetensors", files=tuple(files)
+    )
+    mirror.upload(store, found, folder, key=key)
+    entries = MirroredSnapshot(
+        model=found.model,
+        commit=found.commit,
+        files=found.files,
+        trusted=(key.public_key,) if key else (),
+    )
+    return SnapshotSource(mirrored=entries)
+
+
 def main(out: Path, cases: Path) -> None:
     # In a process of its own, as torch starts threads with its first work; see below.
     if not os.fork():
@@ -140,11 +164,14 @@ def main(out: Path, cases: Path) -> None:
                 "scratch": sorted(path.name for path in (out / name).rglob("*.tensors")),
             }
 
-        def run(name: str) -> dict[str, Any]:
+        def run(name: str, source: SnapshotSource | None = None) -> dict[str, Any]:
             lines: list[str] = []
             progress = Progress(lambda message, _: lines.append(message))
+            request = asked(name)
+            if source is not None:
+                request = request.model_copy(update={"snapshot": source})
             try:
-                result = shard.run(asked(name), progress)
+                result = shard.run(request, progress)
                 answer: dict[str, Any] = {"result": result.model_dump(mode="json")}
             except Exception as error:  # noqa: BLE001 - a test reads which it was
                 answer = {"error": type(error).__name__, "message": str(error)}
@@ -170,6 +197,22 @@ def main(out: Path, cases: Path) -> None:
         reference = shard.run(asked("disk", root=str(out / "disk" / "root")), Progress.silent())
         found["disk"] = reference.model_dump(mode="json")
 
+        os.environ["TENSORIZE_SNAPSHOT_CACHE"] = str(out / "snapshot-cache")
+        mirrored = mirror_of(snapshot, open_store(f"s3://{BUCKET}/mirrored", access))
+        key = generate_signing_key()
+        ranged = mirror_of(snapshot, open_store(f"s3://{BUCKET}/ranged", access), key)
+        snapshot.rename(out / "hidden")
+        found["mirrored"] = run("mirrored", mirrored)
+        found["ranged"] = run("ranged", ranged)
+        files = (out / "hidden").glob("*.safetensors")
+        found["ranged"]["size"] = sum(path.stat().st_size for path in files)
+        alone = asked("apart").model_copy(
+            update={"snapshot": ranged, "root": f"s3://{BUCKET}/ranged"}
+        )
+        parts = [shard.run(part, Progress.silent()) for part in split(alone)]
+        found["apart"] = merge(parts[::-1]).model_dump(mode="json")
+        (out / "hidden").rename(snapshot)
+
         scratch = out / "plain" / "scratch"
         scratch.mkdir(parents=True)
         slow = s3_store.S3Store._send_part
@@ -184,7 +227,7 @@ def main(out: Path, cases: Path) -> None:
             return slow(self, *arguments)
 
         overlaps: list[bool] = []
-        written = shard.write_shard
+        written = write_rank.write_shard
 
         def writing(model: Any, path: Path, *rest: Any) -> None:
             # The shard before it may still be on its way to its first part.
@@ -198,7 +241,7 @@ def main(out: Path, cases: Path) -> None:
             counted(scratch),
             Seen(scratch) as seen,
             patch.object(s3_store.S3Store, "_send_part", slower),
-            patch.object(shard, "write_shard", writing),
+            patch.object(write_rank, "write_shard", writing),
         ):
             found["plain"] = run("plain")
         found["plain"] |= {"most": seen.most, "read": Reads.count, "overlaps": overlaps}
@@ -212,7 +255,7 @@ def main(out: Path, cases: Path) -> None:
                     file.seek(-1, os.SEEK_CUR)
                     file.write(bytes([byte[0] ^ 1]))
 
-        with patch.object(shard, "write_shard", damaging):
+        with patch.object(write_rank, "write_shard", damaging):
             found["damaged"] = run("damaged")
 
         class Cancelled(Progress):

@@ -20,12 +20,12 @@ from unittest.mock import patch
 import torch
 from building import request
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from tensorize_assets.core.errors import TensorizeAssetsError
+from tensorize_assets.core.scratch import scratch_folder
 from tensorize_assets.core.tasks import ShardRequest
 from tensorize_assets.worker import preflight, shard
-from tensorize_assets.worker.scratch import scratch_folder
 from tensorize_assets.worker.session import Progress
 
 SMALL = {
@@ -162,21 +162,7 @@ def main(models: Path, out: Path, cases: Path) -> None:
     case("lossless", snapshots / "mamba")
     case("lossy", snapshots / "lossy")
 
-    case("moe", config_only(snapshots / "moe", MixtralConfig(**SMALL, num_local_experts=2)))
     small = LlamaConfig(**SMALL)
-    int8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    tokens = int8 | {"strategy": "token", "dynamic": True}
-    quantized = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": int8, "input_activations": tokens}
-        },
-        "ignore": ["lm_head"],
-    }
-    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    case("int8", config_only(snapshots / "int8", small, quantization_config=quantized))
-    case("fp8", config_only(snapshots / "fp8", small, quantization_config=fp8))
     unknown = {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}
     case("unknown", config_only(snapshots / "unknown", small, **unknown))
     case("no config", snapshots)
