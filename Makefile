@@ -1,4 +1,4 @@
-# make demo | demo-all | demo-ui | test | matrix | lint | types | walls | ui | up | bench      (Python 3.11 and make are enough)
+# make demo | demo-all | demo-ui | test | matrix | faults | lint | types | walls | ui | up | bench      (Python 3.11 and make are enough)
 PYTHON ?= python3.11
 VENV ?= .venv
 DAGSTER_HOME ?= $(CURDIR)/dagster_home
@@ -25,7 +25,7 @@ OTHER_VENV := $(VENV)-vllm-$(OTHER_VLLM)
 ON_VLLM := tests/worker tests/vllm_plugin tests/serving \
 	--ignore=tests/worker/test_encrypt.py --ignore=tests/worker/test_encrypt_shard.py
 
-.PHONY: demo demo-all demo-ui test matrix-setup matrix lint types walls ui up bench setup lock clean
+.PHONY: demo demo-all demo-ui test matrix-setup matrix faults lint types walls ui up bench setup lock clean
 .DEFAULT_GOAL := demo
 
 setup: $(STAMP)
@@ -52,6 +52,11 @@ matrix-setup:
 matrix: matrix-setup
 	@echo "matrix: worker, plugin and server, on vLLM $(OTHER_VLLM)"
 	@$(OTHER_VENV)/bin/python -m pytest -q $(TWO) $(ON_VLLM) $(ARGS)
+
+faults: setup
+	@echo "faults: every fault at every phase, for docs/faults.md; then each defence taken out"
+	@$(PY) -m pytest -q $(TWO) -m "fault or long" --fault-table docs/faults.md tests $(ARGS)
+	@$(PY) scripts/defences.py --jobs 2
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
