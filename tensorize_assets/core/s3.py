@@ -184,6 +184,16 @@ class S3Access:
             if found is not None:
                 yield from (found.access_key, found.secret_key, found.token)
 
+    def renews(self) -> bool:
+        """Say whether boto3 renews the key that requests are signed with: a role's, for instance.
+
+        Asked after a request, of the client that made it.
+        """
+        return any(
+            hasattr(client._request_signer._credentials, "refresh_needed")
+            for client in list(self._made.clients.values())
+        )
+
     def write(self, path: Path) -> None:
         """Write this to a new file that only its owner can read. Raises StoreError."""
         document = _AccessFile(

@@ -106,6 +106,11 @@ _KEYS = (
     "S3_SECRET_ACCESS_KEY, or boto3's own chain, whichever comes first"
 )
 _EXPIRED = "the session token has expired; get a new one, and set all three parts"
+_TOKEN_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException"})
+_RENEWED = (
+    "the session token has expired before its time; the next run gets a new one, and if it stays "
+    "so, look at what gives it, and at this machine's clock (NTP)"
+)
 _CLOCK = "the clocks of this machine and of the server differ; set this machine's (NTP)"
 
 _ADVICE = {
@@ -244,6 +249,8 @@ def _refusal(error: Exception, what: str, verb: str, access: S3Access) -> StoreE
         return StoreUnavailableError(f"{said}; the server is in trouble or busy; run again later")
     if code == "NoSuchUpload":
         return StoreUnavailableError(f"{said}; {_ADVICE[code]}")
+    if code in _TOKEN_EXPIRED and access.renews():
+        return StoreUnavailableError(f"{said}; {_RENEWED}")
     if code in _REGIONS:
         return StoreError(f"{said}; {_region_advice(error)}")
     if code in _CHECKSUMS:
@@ -309,7 +316,8 @@ def _trouble(error: Exception, what: str, access: S3Access, exceptions: Any) -> 
             )
         return StoreError(f"{said}; does this server speak https at this port?")
     if isinstance(error, exceptions.FlexibleChecksumError):
-        return StoreError(f"{said}; {_CHECKSUM_ADVICE}")
+        # Of an answer: what was damaged on the way may arrive whole the next time.
+        return StoreUnavailableError(f"{said}; {_CHECKSUM_ADVICE}")
     if not isinstance(error, exceptions.BotoCoreError) or isinstance(
         error,
         exceptions.ConnectionError | exceptions.HTTPClientError | exceptions.IncompleteReadError,

@@ -7,11 +7,13 @@ aborts the upload. What a killed run left is aborted by the next put of the same
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import mmap
 import os
 import queue
+import re
 import threading
 import time
 import uuid
@@ -85,6 +87,12 @@ _STOP_WAIT_S = 1.0
 _ABORT_TIMEOUT_S = 2.0
 _ABORT_ATTEMPTS = 2
 
+# Stands for the ETag of an object that is not there.
+_NOTHING = ""
+
+# Also an ETag of another kind may look like one: where objects are encrypted, or copied.
+_MD5 = re.compile("[0-9a-f]{32}")
+
 _AT_ONCE = frozenset({"ConditionalRequestConflict", "409"})
 
 # Servers and buckets that were seen to honour conditional writes, by this process.
@@ -130,36 +138,28 @@ class S3Store:
     def put_bytes(
         self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None
     ) -> str:
-        if not if_absent and if_match is None:
-            with self._explained("put", key):
-                return self._client.put_object(
-                    **self._at(key), Body=data, **checksum(self._client, data)
-                )["ETag"]
-        if not self._honours_conditions():
-            self._compare_unsafely(key, if_match)
-            return self.put_bytes(key, data)
-        condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match}
+        condition: dict[str, Any] = {}
+        before = None
+        if if_absent or if_match is not None:
+            before = if_match or _NOTHING
+            if self._honours_conditions():
+                condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match}
+            else:
+                self._compare_unsafely(key, if_match)
         with self._explained("put", key):
             try:
-                return self._put_if(key, data, condition)
+                return self._until_seen(key, partial(self._put_if, key, data, condition), before)
             except self._client.exceptions.ClientError as error:
-                if code_of(error) not in REFUSED | _AT_ONCE | ABSENT:
+                if not condition or code_of(error) not in REFUSED | _AT_ONCE | ABSENT:
                     raise
                 if code_of(error) in ABSENT and self._bucket_is_missing():
                     raise
         return self._etag_if_ours(key, data, if_absent)
 
     def get_bytes(self, key: str) -> StoredObject | None:
-        at = self._at(key)
-        for attempt in tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_BrokenOff),
-            stop=tenacity.stop_after_attempt(self.access.settings.max_attempts),
-            wait=tenacity.wait_random_exponential(0.1, max=5),
-            reraise=True,
-        ):
-            with attempt:
-                return self._get_bytes(key, at)
-        raise AssertionError  # not reached: the last attempt's error is raised
+        found = self._get_whole(key)
+        # A bit may have flipped on the way here, or this ETag is none of the bytes alone.
+        return found if found is None or _fits(found) else self._get_whole(key)
 
     def get_file(self, key: str, path: Path, *, sha256: str | None = None) -> FileDigest:
         hasher = Hasher()
@@ -334,15 +334,30 @@ class S3Store:
 
     # Small objects
 
+    def _get_whole(self, key: str) -> StoredObject | None:
+        at = self._at(key)
+        for attempt in tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_BrokenOff),
+            stop=tenacity.stop_after_attempt(self.access.settings.max_attempts),
+            wait=tenacity.wait_random_exponential(0.1, max=5),
+            reraise=True,
+        ):
+            with attempt:
+                return self._get_bytes(key, at)
+        raise AssertionError  # not reached: the last attempt's error is raised
+
     def _get_bytes(self, key: str, at: dict[str, str]) -> StoredObject | None:
         try:
             with self._raw("get", key):
                 answer = self._client.get_object(**at)
                 size, etag = answer["ContentLength"], answer["ETag"]
         except _Code as error:
-            if error.code == "NoSuchKey":
-                return None
-            raise error.meaning from None
+            if error.code not in ABSENT:
+                raise error.meaning from None
+            # Where the answer was cut short, it does not say which of the two is missing.
+            if error.code != "NoSuchKey":
+                self._require_bucket(key)
+            return None
         with answer["Body"] as body:
             if size > MAX_BYTES:
                 raise StoreError(
@@ -374,6 +389,46 @@ class S3Store:
             **checksum(self._client, data),
             **condition,
         )["ETag"]
+
+    def _until_seen(self, key: str, write: Callable[[], str], before: str | None) -> str:
+        """Write until what was written is there to be seen, and return its ETag.
+
+        It was lost where nothing is there, or the ETag `before` still stands; without `before`,
+        where anything else does. With it, another ETag is of who came next.
+        """
+        for attempt in tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_Lost),
+            stop=tenacity.stop_after_attempt(self.access.settings.max_attempts),
+            wait=tenacity.wait_random_exponential(0.1, max=5),
+            reraise=True,
+        ):
+            with attempt:
+                etag = write()
+                now = self._etag_seen(key, etag)
+                if now != etag and (before is None or now in (_NOTHING, before)):
+                    raise self._lost(key)
+                return etag
+        raise AssertionError  # not reached: the last attempt's error is raised
+
+    def _etag_seen(self, key: str, said: str) -> str:
+        """Return the ETag of what is there; `said` where it may not be looked at."""
+        try:
+            with self._raw("get", key):
+                return self._client.head_object(**self._at(key))["ETag"]
+        except _Code as error:
+            if error.code in ABSENT:
+                return _NOTHING
+            # Whoever may only write takes the server at its word.
+            if error.code in DENIED:
+                return said
+            raise error.meaning from None
+
+    def _lost(self, key: str) -> _Lost:
+        return _Lost(
+            f"cannot put {self.uri(key)} at {self.access.endpoint}: the server answers that it is "
+            "stored, and it is not there; the server, or a cache on the way to it, loses what is "
+            "written: see to that, and run again"
+        )
 
     def _etag_if_ours(self, key: str, data: bytes, if_absent: bool) -> str:
         """Return the ETag of what is there if it is what was written; else ConflictError.
@@ -531,6 +586,8 @@ class S3Store:
         # and whoever may only write is taken at the server's word.
         said = "ETag" in answer
         if not self._is_stored(key, size, None if said else mark, unseen=said):
+            if said:
+                raise self._lost(key)
             raise not_s3(f"cannot put {self.uri(key)} at {self.access.endpoint}")
 
     def _is_stored(self, key: str, size: int, mark: str | None, *, unseen: bool = False) -> bool:
@@ -669,6 +726,10 @@ class _Code(Exception):
 
 class _BrokenOff(StoreUnavailableError):
     """The body of an answer ended early."""
+
+
+class _Lost(StoreUnavailableError):
+    """The server said that something is stored which is not there."""
 
 
 class _Tee:
@@ -848,6 +909,13 @@ def _upto(size: int, chunks: Iterable[bytes], hasher: Hasher) -> Iterator[bytes]
         if hasher.size > size:
             return
         yield chunk
+
+
+def _fits(found: StoredObject) -> bool:
+    """Say whether an object is what its ETag says, where that is the MD5 of its bytes."""
+    said = found.etag.strip('"')
+    md5 = hashlib.md5(found.data, usedforsecurity=False).hexdigest()
+    return said == md5 or not _MD5.fullmatch(said)
 
 
 def _round_up(value: int, to: int) -> int:

@@ -57,6 +57,11 @@ def test_two_runs_of_one_build_at_once_publish_it_once(s3_home: Home) -> None:
     assert verify_directory(s3_home.store, entry.directory, s3_home.trusted).ok
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "the chain: nobody listens at the endpoint",
+    "three retries, then one error that names it",
+)
 @pytest.mark.usefixtures("no_waiting")
 def test_a_dead_endpoint_is_retried_and_then_named(s3_home: Home) -> None:
     """What a person paged at night reads first: which server, and that it was tried again."""
@@ -86,6 +91,9 @@ def test_a_missing_bucket_fails_at_once(s3_home: Home, root: str, said: str) -> 
     assert [] == run.retried
 
 
+@pytest.mark.fault(
+    "Secrets", "the chain with wrong keys of the store", "fails at once; they are not shown"
+)
 def test_wrong_keys_fail_at_once_and_are_not_shown(
     s3_home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:

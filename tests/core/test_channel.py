@@ -234,6 +234,9 @@ def in_processes(count: int, work: Callable[[int], object]) -> None:
     assert [0] * count == [process.exitcode for process in processes]
 
 
+@pytest.mark.fault(
+    "Race", "8 processes publish 3 builds each to one channel", "all in the history, in their order"
+)
 @pytest.mark.parametrize("root", ["disk", "s3"])
 def test_8_publishers_racing_all_end_in_the_history(
     request: pytest.FixtureRequest, root: str
@@ -269,6 +272,7 @@ class OvertakenStore(LocalStore):
         return super().put_bytes(key, data, if_absent=if_absent, if_match=if_match)
 
 
+@pytest.mark.fault("Race", "a publisher is overtaken, twice", "reads again; all in the history")
 def test_a_publisher_that_is_overtaken_reads_again(store: LocalStore) -> None:
     """Also when the other one makes the channel, and more than once."""
     others = [lambda: publish(store, A), lambda: publish(store, B)]
@@ -303,6 +307,7 @@ def test_what_forbids_a_move_is_asked_of_the_history_that_is_added_to(store: Loc
     assert A == moved.current.build_id
 
 
+@pytest.mark.fault("Race", "a rollback is overtaken by the same rollback", "moved once")
 def test_a_rollback_that_is_overtaken_by_the_same_one_moves_once(store: LocalStore) -> None:
     """Decided anew after the lost race, "the build before" would undo the first rollback."""
     publish(store, A)
@@ -312,6 +317,7 @@ def test_a_rollback_that_is_overtaken_by_the_same_one_moves_once(store: LocalSto
     assert "aba" == history(read(store))
 
 
+@pytest.mark.fault("Race", "others never stop moving the channel", "one error: run it again")
 def test_a_channel_that_others_never_stop_moving_is_given_up(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -478,6 +478,7 @@ class SlowStore(LocalStore):
         return super().get_bytes(key)
 
 
+@pytest.mark.fault("Race", "publish while the data key is rotated", "refused; the new build stays")
 @VARIANTS
 def test_a_key_that_is_changed_between_the_look_and_the_move_is_seen(
     store: LocalStore, variant: Variant

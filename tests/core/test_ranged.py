@@ -210,6 +210,11 @@ def test_closing_ends_the_threads(source: ranged.RangeSource) -> None:
 # Objects that change
 
 
+@pytest.mark.fault(
+    "Race",
+    "an object is replaced between two of its parts, from S3 and by a signed URL",
+    "refused, never mixed",
+)
 def test_an_object_that_is_replaced_meanwhile_is_refused(s3: LocalS3, bucket: str) -> None:
     """Half of each would be a file that never was."""
     for number, open_source in enumerate(
@@ -228,6 +233,9 @@ def test_an_object_that_is_replaced_meanwhile_is_refused(s3: LocalS3, bucket: st
             assert 0 == reader.retries
 
 
+@pytest.mark.fault(
+    "Race", "an object is removed between two of its parts", "one error that names it"
+)
 def test_an_object_that_goes_meanwhile_is_missed(s3: LocalS3, bucket: str) -> None:
     for open_source in (
         lambda: source_of(access_to(s3), bucket, "going"),
@@ -251,6 +259,7 @@ def test_an_absent_object_is_named(s3: LocalS3, bucket: str) -> None:
 # Servers that die
 
 
+@pytest.mark.fault("Bad network", "download: the server restarts", "goes on where it was")
 @pytest.mark.parametrize("kind", ["s3", "signed url"])
 def test_a_server_that_restarts_in_the_middle_is_waited_for(tmp_path: Path, kind: str) -> None:
     """What was on its way is asked for again, and counted."""
@@ -276,6 +285,11 @@ def test_a_server_that_restarts_in_the_middle_is_waited_for(tmp_path: Path, kind
             assert reader.retries > 0
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "download: the server stays away",
+    "one error, to be tried again, without the signature",
+)
 @pytest.mark.usefixtures("short_tries")
 def test_a_server_that_stays_away_is_trouble_that_may_pass(tmp_path: Path) -> None:
     """Not a finding about the object: whoever asked may ask again later."""
@@ -305,6 +319,7 @@ def test_a_server_that_stays_away_is_trouble_that_may_pass(tmp_path: Path) -> No
         assert caught.value.__cause__ is None
 
 
+@pytest.mark.fault("Bad network", "download: 503 SlowDown, three times", "asked again, and counted")
 def test_every_request_that_a_busy_server_refuses_is_counted(
     s3: LocalS3, bucket: str, proxy: Any, refusal: Any
 ) -> None:
@@ -329,6 +344,11 @@ def test_every_request_that_a_busy_server_refuses_is_counted(
         assert 3 == reader.retries
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "download: 503 SlowDown to its first request",
+    "asked again as often as the settings say",
+)
 def test_a_first_request_that_is_refused_comes_again(
     s3: LocalS3, bucket: str, proxy: Any, refusal: Any
 ) -> None:
@@ -359,6 +379,7 @@ def test_a_first_request_that_is_refused_comes_again(
         assert attempts == len(refused)
 
 
+@pytest.mark.fault("Bad network", "download: nothing comes for minutes", "given up in one error")
 def test_a_server_that_swallows_requests_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every try waits for its time-out: ten of them, for each part, would take an hour."""
     monkeypatch.setattr(ranged, "_IDLE_S", 0.0)
@@ -448,6 +469,7 @@ def read(url: str, **more: Any) -> bytes:
         return reader.read()
 
 
+@pytest.mark.fault("Bad network", "download by URL: connections are cut", "resumed")
 def test_connections_cut_in_the_middle_are_counted_and_made_again() -> None:
     """tensorizer's own reader would end there."""
     with server_with(Manners(cut=3)) as url:
@@ -457,6 +479,7 @@ def test_connections_cut_in_the_middle_are_counted_and_made_again() -> None:
             assert 3 == reader.retries
 
 
+@pytest.mark.fault("Bad network", "download by URL: 500, 503, 429", "one error, to be tried again")
 @pytest.mark.usefixtures("short_tries")
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_server_in_trouble_may_recover(status: int) -> None:
@@ -467,6 +490,11 @@ def test_a_server_in_trouble_may_recover(status: int) -> None:
         read(f"{url}/data?secret")
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "download by URL: no ranges, 403, 404, odd answers",
+    "one error at once: the reason",
+)
 @pytest.mark.parametrize(
     ("manners", "says"),
     [
@@ -514,6 +542,7 @@ def test_a_server_without_strong_etags_shows_a_change_too(
                 reader.read()
 
 
+@pytest.mark.fault("Bad network", "download by URL: another size under the same name", "refused")
 def test_an_object_of_another_size_is_another() -> None:
     """Also where a server tells versions apart by nothing at all."""
     manners = Manners(headers={})
@@ -584,6 +613,9 @@ def test_a_redirect_does_not_leave_https(
 # Secrets
 
 
+@pytest.mark.fault(
+    "Bad network", "download by URL: its signature has expired", "one error, without the signature"
+)
 @pytest.mark.parametrize("wrong", ["signature", "expired"])
 def test_a_signature_is_in_no_error(
     s3: LocalS3, bucket: str, wrong: str, monkeypatch: pytest.MonkeyPatch

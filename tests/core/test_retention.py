@@ -556,6 +556,9 @@ def move_to(store: Store, made: Build) -> Callable[[], object]:
     )
 
 
+@pytest.mark.fault(
+    "Race", "a rollback to a build between the plan of retention and its removal", "the build stays"
+)
 def test_what_became_current_since_the_plan_stays(store: Store) -> None:
     """A plan is old by the time it is carried out."""
     first, *_ = published_builds(store, "abc")
@@ -569,6 +572,9 @@ def test_what_became_current_since_the_plan_stays(store: Store) -> None:
     assert first.directory == served.choose(store, MODEL, SUFFIX, CPU, TRUSTED).directory
 
 
+@pytest.mark.fault(
+    "Race", "a rollback to a build as its manifest is removed", "the same manifest is put back"
+)
 def test_what_becomes_current_as_its_manifest_goes_is_put_back(store: Store) -> None:
     """The rollback has found everything there, and moves the channel: same bytes again."""
     first, *_ = published_builds(store, "abc")
@@ -654,6 +660,9 @@ def test_a_channel_that_cannot_be_read_any_more_has_manifests_put_back(disk: Loc
     assert verify_directory(disk, first.directory, TRUSTED).ok
 
 
+@pytest.mark.fault(
+    "Race", "a run begins between the plan and the removal", "its pair is left alone"
+)
 def test_a_run_that_began_since_the_plan_has_its_pair_left_alone(disk: LocalStore) -> None:
     """It may take up what an earlier run left unfinished."""
     first, *_ = published_builds(disk, "abc")
@@ -685,6 +694,9 @@ def test_evidence_of_a_build_that_is_there_again_stays(disk: LocalStore) -> None
     assert disk.list(folder)
 
 
+@pytest.mark.fault(
+    "Race", "a run begins while manifests are gone and files are not", "they are put back"
+)
 def test_a_run_that_begins_while_manifests_are_gone_has_them_put_back(disk: LocalStore) -> None:
     """It may have found the build complete just before, and reloads it for an hour."""
     first, *_ = published_builds(disk, "abc")
@@ -705,6 +717,11 @@ def test_a_run_that_begins_while_manifests_are_gone_has_them_put_back(disk: Loca
     assert verify_directory(disk, first.directory, TRUSTED).ok
 
 
+@pytest.mark.fault(
+    "Race",
+    "a run writes a build anew while its old manifest is gone",
+    "the old one is not put over it",
+)
 def test_no_old_manifest_is_put_over_what_a_run_writes(disk: LocalStore) -> None:
     """Encrypted again, a tensor is other bytes: the directory would be damaged for good."""
     first, *_ = published_builds(disk, "abc")

@@ -488,6 +488,7 @@ def test_a_profile_that_does_not_exist_is_named(s3_root: str) -> None:
         S3Store(s3_root, s3s.resolve(S3Settings(profile="nowhere"))).get_bytes("a")
 
 
+@pytest.mark.fault("Bad network", "every verb: nobody listens", "one error, to be tried again")
 @pytest.mark.parametrize("act", ACTS)
 def test_an_endpoint_where_nobody_listens_may_be_up_later(
     s3_root: str, act: Callable[[S3Store], object]
@@ -557,6 +558,11 @@ def test_https_and_http_are_not_mixed_up_silently(s3: LocalS3, s3_strict: LocalS
     assert s3_strict.endpoint.removeprefix("https:") in str(said(wrong))
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "every verb: the clock is an hour behind (RequestTimeTooSkewed)",
+    "one error that names NTP",
+)
 @pytest.mark.parametrize("act", ACTS)
 def test_a_wrong_clock_is_named(
     s3: LocalS3,
@@ -579,6 +585,9 @@ def test_a_wrong_clock_is_named(
     assert not error.retryable
 
 
+@pytest.mark.fault(
+    "Bad network", "get: each of the codes that S3 refuses with", "one error: what to do"
+)
 @pytest.mark.parametrize(
     ("status", "code", "more", "message", "retryable"),
     [
@@ -643,6 +652,7 @@ def test_a_server_that_only_redirects_is_explained(s3_root: str, proxy: Any, ref
     assert not error.retryable
 
 
+@pytest.mark.fault("Bad network", "get: the body of a small object breaks off", "read again")
 def test_a_body_that_breaks_off_is_read_again(
     s3: LocalS3, s3_root: str, s3_access: S3Access, proxy: Any
 ) -> None:

@@ -167,6 +167,11 @@ def test_what_differs_from_its_hash_is_aborted(
     assert ([], [], True) == (uploads(s3, store), everything(s3, store), path.exists())
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "upload: the fifth part is refused (AccessDenied)",
+    "one error; the others stop, no upload stays",
+)
 def test_a_part_that_is_refused_stops_and_aborts_the_upload(
     through: Prepare, proxy: Any, refusal: Any, s3: LocalS3, small_parts: int
 ) -> None:
@@ -200,6 +205,9 @@ def test_an_interrupted_process_aborts_its_upload(
     assert ([], []) == (uploads(s3, store), everything(s3, store))
 
 
+@pytest.mark.fault(
+    "Bad network", "upload: parts without an answer, and told to stop", "aborted within seconds"
+)
 def test_an_upload_is_aborted_while_its_parts_are_stuck(
     through: Prepare, proxy: Any, s3: LocalS3, small_parts: int
 ) -> None:
@@ -256,6 +264,9 @@ def test_a_part_that_nobody_wants_any_more_goes_no_further(
     assert sum(map(is_part, proxy.asked)) < 20
 
 
+@pytest.mark.fault(
+    "Bad network", "abort an upload: no answer", "given up after two tries; the next put aborts it"
+)
 def test_a_server_that_does_not_answer_an_abort_is_not_waited_for(
     through: Prepare, proxy: Any, small_parts: int
 ) -> None:
@@ -325,6 +336,11 @@ def test_sweeping_removes_old_hidden_objects(store: S3Store, s3: LocalS3) -> Non
     assert [".tmp-probe", "a/", "a/c"] == everything(s3, store)
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "upload: one bit of a part flips, the length is right",
+    "one error; nothing is seen, no upload stays",
+)
 @pytest.mark.parametrize("checksums", [None, "when_required"])
 def test_a_part_damaged_on_the_way_is_refused(
     through: Prepare, proxy: Any, s3: LocalS3, small_parts: int, checksums: str | None
@@ -349,6 +365,9 @@ def test_a_part_damaged_on_the_way_is_refused(
             assert len(sent & {"x-amz-checksum-crc32", "content-md5", "x-amz-trailer"}) == 1
 
 
+@pytest.mark.fault(
+    "Bad network", "complete an upload: done, and its answer is lost", "found by its mark, whole"
+)
 def test_an_upload_completed_by_a_request_whose_answer_was_lost_is_complete(
     through: Prepare, proxy: Any, s3: LocalS3, small_parts: int
 ) -> None:
@@ -362,6 +381,11 @@ def test_an_upload_completed_by_a_request_whose_answer_was_lost_is_complete(
     assert [] == uploads(s3, store)
 
 
+@pytest.mark.fault(
+    "Race",
+    "an upload is aborted by a run that stored the same object",
+    "told so, to be tried again",
+)
 def test_the_upload_of_another_is_not_taken_for_ours(
     through: Prepare, proxy: Any, s3: LocalS3, small_parts: int
 ) -> None:
@@ -391,6 +415,11 @@ def test_the_upload_of_another_is_not_taken_for_ours(
         store.put_stream(KEY, [data], size=len(data))
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "download: one part is refused while another is on its way",
+    "one error; nothing is written later",
+)
 def test_a_file_is_not_written_after_its_fetch_was_given_up(
     through: Prepare, proxy: Any, refusal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +458,9 @@ def test_a_file_is_not_written_after_its_fetch_was_given_up(
     assert [0] * 20 == written
 
 
+@pytest.mark.fault(
+    "Bad network", "upload: parts get 503 SlowDown, and lose their answers", "sent again"
+)
 def test_parts_are_sent_again_when_the_server_is_busy(
     through: Prepare, proxy: Any, refusal: Any, small_parts: int
 ) -> None:
@@ -481,6 +513,11 @@ def is_put_of(name: str) -> Callable[[Any], bool]:
     return lambda asked: asked.method == "PUT" and asked.target.endswith(name)
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "put if absent, put if unchanged: done, and its answer is lost",
+    "known by its bytes",
+)
 def test_a_write_whose_answer_was_lost_is_known_by_its_bytes(through: Prepare, proxy: Any) -> None:
     """boto3 sends it again, and the second is refused because the first was done."""
     store = through()
@@ -500,6 +537,9 @@ def test_a_write_whose_answer_was_lost_is_known_by_its_bytes(through: Prepare, p
         store.put_bytes("a", b"too late", if_match=etag)
 
 
+@pytest.mark.fault(
+    "Race", "16 processes create one object, and half of the answers are lost", "one wins"
+)
 def test_of_16_processes_whose_answers_are_lost_exactly_one_wins(
     through: Prepare, proxy: Any, tmp_path: Path
 ) -> None:
@@ -528,6 +568,11 @@ def test_of_16_processes_whose_answers_are_lost_exactly_one_wins(
     assert [found.data.decode()] == [path.name for path in tmp_path.iterdir()]
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "put if absent, put if unchanged: the store ignores the condition",
+    "refused before anything is written",
+)
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
 def test_a_server_that_ignores_conditions_is_found_out_and_refused(
     through: Prepare, proxy: Any, s3: LocalS3, header: str
@@ -600,6 +645,11 @@ def test_the_trial_leaves_no_version_in_a_versioned_bucket(
     assert ["p/a"] == [entry["Key"] for entry in entries]
 
 
+@pytest.mark.fault(
+    "Race",
+    "a conditional write meets another of the same moment (409)",
+    "made again, or lost to it",
+)
 def test_a_write_that_meets_another_comes_again(through: Prepare, proxy: Any, refusal: Any) -> None:
     """AWS answers 409 when two writes to one key run at the same moment."""
     store = through()
@@ -632,6 +682,9 @@ def owned(s3_strict: LocalS3) -> Iterator[S3Store]:
     s3_strict.client().delete_bucket(Bucket=bucket)
 
 
+@pytest.mark.fault(
+    "Bad network", "users of a real server who lack one right", "one error that names the right"
+)
 @pytest.mark.parametrize(
     ("user", "verb", "action", "act"),
     [
@@ -703,6 +756,9 @@ def test_a_bucket_that_does_not_exist_is_named(
         act(S3Store("s3://no-such-bucket/p", s3_access))
 
 
+@pytest.mark.fault(
+    "Bad network", "upload: the server dies", "one error; the next run leaves nothing of it"
+)
 def test_a_server_that_dies_in_the_middle_leaves_nothing_that_stays(
     tmp_path: Path, small_parts: int
 ) -> None:
@@ -731,6 +787,7 @@ def test_a_server_that_dies_in_the_middle_leaves_nothing_that_stays(
         assert 5 * small_parts == digest(store, KEY).size
 
 
+@pytest.mark.fault("Race", "an object is replaced while it is read", "refused, never mixed")
 def test_an_object_replaced_while_it_is_read_is_refused(store: S3Store) -> None:
     """Half of one shard and half of another would load without a word."""
     size = 100 * MiB
@@ -837,6 +894,11 @@ def test_what_the_server_may_not_copy_is_left_to_the_caller(
 # Servers that are none
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "complete an upload: 200 with the page of something else",
+    "one error; no upload stays",
+)
 @pytest.mark.parametrize("body", [b"", b"<html><body>hello</body></html>"])
 def test_an_upload_that_something_else_says_is_complete_is_not(
     through: Prepare, proxy: Any, refusal: Any, small_parts: int, body: bytes
@@ -853,6 +915,11 @@ def test_an_upload_that_something_else_says_is_complete_is_not(
     assert any(asked.method == "DELETE" for asked in proxy.asked)
 
 
+@pytest.mark.fault(
+    "Bad network",
+    "every verb: 200 from a server that is no S3",
+    "one error that names the endpoint",
+)
 @pytest.mark.parametrize(
     ("headers", "body"),
     [

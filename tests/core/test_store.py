@@ -380,6 +380,7 @@ def test_if_match_loses_to_a_change_and_to_a_removal(store: Store) -> None:
     assert () == store.list("")
 
 
+@pytest.mark.fault("Race", "16 processes create one object", "one wins, the others are told")
 def test_of_16_processes_creating_an_object_exactly_one_wins(store: Store, tmp_path: Path) -> None:
     """Two runs that finish one build at once must agree on whose manifest stands."""
     keys = [f"a/{number}" for number in range(20)]
@@ -402,6 +403,7 @@ def test_of_16_processes_creating_an_object_exactly_one_wins(store: Store, tmp_p
             assert str(number).encode() == content(store, key)
 
 
+@pytest.mark.fault("Race", "16 processes count by compare-and-swap", "no step is lost")
 def test_16_processes_counting_by_if_match_lose_no_step(store: Store) -> None:
     """Every lost update would be a publication that vanished from a channel."""
     store.put_bytes("counter", b"0")
@@ -424,6 +426,7 @@ def test_16_processes_counting_by_if_match_lose_no_step(store: Store) -> None:
     assert b"80" == content(store, "counter").split()[0]
 
 
+@pytest.mark.fault("Race", "threads of one process count by compare-and-swap", "no step is lost")
 def test_threads_of_one_process_exclude_each_other_too(store: Store) -> None:
     """POSIX locks, the obvious choice on a disk, do not hold between threads."""
     etag = store.put_bytes("a", b"0")

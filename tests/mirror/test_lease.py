@@ -24,6 +24,7 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.fault("Race", "several hold one lease in turn", "one works at a time")
 def test_work_is_done_by_one_at_a_time(store: Store) -> None:
     """Whoever waits says for whom, and goes on as soon as it may."""
     active: list[int] = []
@@ -70,6 +71,7 @@ def test_who_works_for_long_keeps_its_lease(store: Store) -> None:
     assert ["first", "second"] == order
 
 
+@pytest.mark.fault("Race", "the holder of a lease dies", "another takes it over")
 def test_the_lease_of_one_that_died_is_taken_over(store: Store) -> None:
     """After some time in which nothing was heard; and it says whose it was."""
     dead = lease.Lease(owner="host-a, process 7", token="x", beat=3)
@@ -88,6 +90,9 @@ def test_the_lease_of_one_that_died_is_taken_over(store: Store) -> None:
     ] == said
 
 
+@pytest.mark.fault(
+    "Race", "a holder that was only slow comes back", "it leaves the other its lease"
+)
 def test_one_that_was_only_slow_leaves_the_other_its_lease(store: Store) -> None:
     """It finds out at its next writing, goes on, and frees nothing that is not its own."""
     said: list[str] = []
