@@ -244,6 +244,7 @@ def _take(
             check(hub.fetch_config(access, found))
         progress = snapshots.progress(found.model, "downloaded")
         snapshot, folder = hub.download(access, found.model, found, progress)
+        hub.check_contents(access, found, folder)
         downloaded = True
         snapshots.context.log.info(f"{found.model} at {found.commit} is in {folder}")
         return snapshot

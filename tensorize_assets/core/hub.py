@@ -11,15 +11,17 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import threading
 import time
+import unicodedata
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self, cast
 
 import httpx
@@ -28,6 +30,7 @@ from huggingface_hub import (
     constants,
     # Its parameter user_agent is typed as a plain dict.
     hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
+    set_client_factory,
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
@@ -38,17 +41,24 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import WeakFileLock, parse_ratelimit_headers
+
+# It has no public name for the client that somebody has set before.
+from huggingface_hub.utils._http import (
+    _GLOBAL_CLIENT_FACTORY as _client_before,  # pyright: ignore[reportPrivateUsage]
+)
 from pydantic import ConfigDict, Field, JsonValue, SecretStr, ValidationError, field_validator
 
-from tensorize_assets.core import jsonio, layout
+from tensorize_assets.core import hub_contents, jsonio, layout
 from tensorize_assets.core.errors import HubError, HubUnavailableError, StoreError
 from tensorize_assets.core.jsonio import Commit, Record, RelativePath, Sha256
+from tensorize_assets.core.printable import printable
 from tensorize_assets.core.retry_after import retry_after
 
 WeightsFormat = Literal["safetensors", "bin"]
@@ -60,6 +70,10 @@ _PROGRESS_S = 1.0
 _DOWNLOADS_AT_ONCE = 8
 _HASHES_AT_ONCE = 4
 _CHUNK = 4 * 1024 * 1024
+# By this the requests of this module are told from those of others in the process.
+_LIBRARY = "tensorize_assets"
+# Asked to wait for longer the client would sleep that long, where nobody can stop it.
+_LONGEST_WAIT_S = 60.0
 # A lock that nobody holds says that a partial file is left over from a killed run; the age is for
 # file systems on which locks are not kept.
 _ABANDONED_S = 60.0
@@ -71,6 +85,16 @@ _TEXT_PREFIXES = ("tokenizer.model.",)
 _TEXT_NAMES = ("LICENSE", "LICENCE", "NOTICE", "README", "USE_POLICY")
 # Tokenizers end at about 40 MB; a "text" larger than this is a data set.
 _TEXT_MAX_BYTES = 256 * 1024 * 1024
+# The largest models come as a thousand files. Each is a request or two, of a few thousand that the
+# Hub allows in five minutes.
+_MAX_FILES = 4096
+# Files that are parsed as a whole, wherever they are read. Lists of modules make the largest real
+# ones a megabyte; an index has 100 bytes a tensor.
+_CONFIG_ENDING = "config.json"
+_CONFIG_MAX_BYTES = 16 * 1024 * 1024
+_INDEX_MAX_BYTES = 64 * 1024 * 1024
+# Each value of a JSON text has a comma or a bracket before it; as an object it takes 100 bytes.
+_JSON_MAX_VALUES = 2_000_000
 _OTHER_FORMAT_FOLDERS = ("original", "onnx", "openvino", "coreml", "metal", "gguf")
 _OTHER_FORMAT_PREFIXES = ("consolidated.", "flax_model", "tf_model")
 _WEIGHT_SUFFIXES = (
@@ -179,9 +203,10 @@ def resolve(
     One request. Chosen are configuration, tokenizer and other small text files, and the weights at
     the top level, where vLLM looks for them: safetensors or, without any, pytorch_model*.bin.
 
-    Raises HubError for a missing, renamed, private or gated repo, a missing revision, no weights
-    and file names that leave the folder; HubUnavailableError for what may pass, also when nothing
-    came for `timeout_s` seconds.
+    Raises HubError for a missing, renamed, private or gated repo, a missing revision, no weights,
+    file names that leave the folder or that not every disk tells apart, too many files, and
+    configurations that are too large to be one; HubUnavailableError for what may pass, also when
+    nothing came for `timeout_s` seconds.
     """
     return _resolve(access, model, revision, _choose, timeout_s)
 
@@ -204,11 +229,12 @@ def _resolve(
         info = _model_info(access, model, revision, timeout_s)
         if info.id != model:
             raise HubError(
-                f"{model} on {_endpoint(access)} was renamed to {info.id}: "
+                f"{model} on {_endpoint(access)} was renamed to {printable(str(info.id))}: "
                 "use the new name in the catalog"
             )
         files = [_declared(access, model, sibling) for sibling in info.siblings or ()]
         chosen, weights_format = choose(access, model, revision, files)
+        _check_names(access, model, revision, chosen)
         return RevisionListing(
             model=model,
             revision=revision,
@@ -230,7 +256,8 @@ def download(
 
     Raises HubError for too little free disk (before anything is downloaded), a gated repo, and
     content that differs from what the Hub declares: that copy is removed from the cache, so that
-    the next call downloads it again. Raises HubUnavailableError for network trouble.
+    the next call downloads it again. Raises HubUnavailableError for network trouble, and a commit
+    that is gone.
     """
     if model != listing.model:
         raise HubError(f"the listing is of {listing.model}, not of {model}: resolve {model} first")
@@ -253,6 +280,26 @@ def download(
         weights_format=listing.weights_format,
     )
     return snapshot, folder
+
+
+def check_contents(access: HubAccess, listing: RevisionListing, folder: Path) -> None:
+    """Look whether the files of a download are what their names say, before anything reads them.
+
+    Raises HubError, naming each file that is not: a Git LFS pointer, safetensors whose header lies,
+    a pickle that takes more memory than its file has bytes, or one where a text belongs.
+    """
+    problems = [
+        f"{file.path} {problem}"
+        for file in listing.files
+        if (problem := hub_contents.problem_of(folder / file.path))
+    ]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise HubError(
+            f"{listing.model}@{listing.commit} on {_endpoint(access)} cannot be used: "
+            f"{'; '.join(problems[:5])}{more}. Choose another revision or repo, or have its owner "
+            "upload the files again"
+        )
 
 
 def local_path(access: HubAccess, snapshot: Snapshot) -> Path | None:
@@ -325,7 +372,15 @@ def read_config(path: Path) -> dict[str, JsonValue]:
 
 
 def parse_config(data: bytes, where: str) -> dict[str, JsonValue]:
-    """Return the JSON object in `data`. Raises HubError, naming `where`, when it is none."""
+    """Return the JSON object in `data`.
+
+    Raises HubError, naming `where`, when it is none, or fills the memory.
+    """
+    if sum(map(data.count, (b",", b"[", b"{"))) > _JSON_MAX_VALUES:
+        raise HubError(
+            f"{where} holds more than {_JSON_MAX_VALUES:,} values: it is broken or hostile; choose "
+            "another repo or revision"
+        )
     try:
         # Not jsonio: model configurations hold Infinity, and that is theirs to hold.
         value: object = json.loads(data)
@@ -340,7 +395,7 @@ def parse_config(data: bytes, where: str) -> dict[str, JsonValue]:
 
 
 def _model_info(access: HubAccess, model: str, revision: str, timeout_s: float) -> Any:
-    api = HfApi(endpoint=access.endpoint, token=_token(access))
+    api = HfApi(endpoint=access.endpoint, token=_token(access), library_name=_LIBRARY)
     try:
         return api.model_info(model, revision=revision, files_metadata=True, timeout=timeout_s)
     except (KeyError, TypeError, AttributeError) as error:
@@ -348,17 +403,20 @@ def _model_info(access: HubAccess, model: str, revision: str, timeout_s: float) 
 
 
 def _declared(access: HubAccess, model: str, sibling: RepoSibling) -> HubFile:
-    path = sibling.rfilename
+    path: Any = sibling.rfilename
+    if not isinstance(path, str):
+        raise _not_a_hub(access, TypeError(f"a file is named {path!r}"))
     if path.startswith("/") or ".." in path.replace("\\", "/").split("/"):
         raise HubError(
             f"{model} on {_endpoint(access)} lists the file {path!r}, which would be written "
             "outside its folder: this repo is broken or hostile, do not use it"
         )
     lfs = sibling.lfs
+    size: object = lfs.size if lfs else sibling.size
     # Built without checks: names and sizes of files that are not chosen do not matter.
     return HubFile.model_construct(
         path=path,
-        size=lfs.size if lfs else sibling.size,
+        size=size if isinstance(size, int) else None,
         lfs_sha256=lfs.sha256 if lfs else None,
         git_blob_id=sibling.blob_id,
     )
@@ -378,7 +436,7 @@ def _choose(
     weights = safetensors or bins
     if not weights:
         others = [file.path for file in files if file.path.endswith(_WEIGHT_SUFFIXES)]
-        found = f"only {', '.join(others[:5])}" if others else "no weights at all"
+        found = f"only {printable(', '.join(others[:5]))}" if others else "no weights at all"
         raise HubError(
             f"{model}@{revision} on {_endpoint(access)} has no weights to load: safetensors or "
             f"pytorch_model*.bin at its top level are needed, it has {found}; "
@@ -402,7 +460,7 @@ def _choose_adapter(
             chosen = (config, weights)
             return tuple(_checked(access, model, file) for file in chosen), weights_format
     near = [path for path in by_path if path.rpartition("/")[2].startswith("adapter_")]
-    found = f"only {', '.join(sorted(near)[:5])}" if near else "neither"
+    found = f"only {printable(', '.join(sorted(near)[:5]))}" if near else "neither"
     raise HubError(
         f"{model}@{revision} on {_endpoint(access)} is no LoRA adapter of PEFT: it needs "
         "adapter_config.json and adapter_model.safetensors or .bin at its top level, and has "
@@ -413,13 +471,58 @@ def _choose_adapter(
 def _checked(access: HubAccess, model: str, file: HubFile) -> HubFile:
     try:
         layout.check_key(file.path)
-        return HubFile.model_validate(dict(file))
+        checked = HubFile.model_validate(dict(file))
     except (StoreError, ValidationError) as error:
         said = jsonio.describe(error) if isinstance(error, ValidationError) else str(error)
         raise HubError(
             f"{model} on {_endpoint(access)} declares {file.path!r} in a way that cannot be used: "
-            f"{said}"
+            f"{said}; choose another repo or revision"
         ) from None
+    most = _most_bytes(checked.path)
+    if most is not None and checked.size > most:
+        raise HubError(
+            f"{checked.path} of {model} on {_endpoint(access)} has {_bytes(checked.size)}, and "
+            f"files of that name end at {most:,}: it is broken or hostile; choose another repo or "
+            "revision"
+        )
+    return checked
+
+
+def _most_bytes(path: str) -> int | None:
+    if path in _INDEXES.values():
+        return _INDEX_MAX_BYTES
+    return _CONFIG_MAX_BYTES if path.endswith(_CONFIG_ENDING) else None
+
+
+def _check_names(access: HubAccess, model: str, revision: str, files: Sequence[HubFile]) -> None:
+    """Refuse what could not lie in one folder on every disk, and what is no model's by number."""
+    where = f"{model}@{revision} on {_endpoint(access)}"
+    if len(files) > _MAX_FILES:
+        raise HubError(
+            f"{where} has {len(files):,} files to load, from {files[0].path} to {files[-1].path}, "
+            f"and models have {_MAX_FILES:,} at most: choose another repo or revision"
+        )
+    seen: dict[str, str] = {}
+    for file in files:
+        folded = _folded(file.path)
+        if folded in seen:
+            raise _same_place(where, seen[folded], file.path)
+        seen[folded] = file.path
+    for file in files:
+        for folder in PurePosixPath(_folded(file.path)).parents:
+            if str(folder) in seen:
+                raise _same_place(where, seen[str(folder)], file.path)
+
+
+def _folded(path: str) -> str:
+    return unicodedata.normalize("NFC", path.casefold())
+
+
+def _same_place(where: str, first: str, second: str) -> HubError:
+    return HubError(
+        f"{where} lists {first!r} and {second!r}, and one would take the other's place, at least "
+        "on disks that do not tell large letters from small: choose another repo or revision"
+    )
 
 
 def _is_text(file: HubFile) -> bool:
@@ -427,7 +530,7 @@ def _is_text(file: HubFile) -> bool:
     return (
         (name.endswith(_TEXT_SUFFIXES) or name.startswith(_TEXT_PREFIXES) or name in _TEXT_NAMES)
         and not _other_format(file.path)
-        and (file.size or 0) <= _TEXT_MAX_BYTES
+        and ((file.size or 0) <= _TEXT_MAX_BYTES or _most_bytes(file.path) is not None)
     )
 
 
@@ -490,20 +593,27 @@ def _fetch(
     # Not snapshot_download: it lists the tree once more, without a time limit, and would leave
     # out what that listing lacks.
     interrupted = threading.Event()
-    bar = _quiet_bar(interrupted)
 
     def fetch(file: HubFile) -> None:
-        with _hub_errors(access, listing.model, listing.revision):
-            hf_hub_download(
-                listing.model,
-                file.path,
-                revision=listing.commit,
-                cache_dir=_cache_dir(access),
-                endpoint=access.endpoint,
-                token=_token(access),
-                library_name="tensorize_assets",
-                tqdm_class=bar,
-            )
+        what = f"{file.path} of {listing.model}@{listing.commit}"
+        try:
+            with _hub_errors(access, listing.model, listing.revision, gone=what):
+                hf_hub_download(
+                    listing.model,
+                    file.path,
+                    revision=listing.commit,
+                    cache_dir=_cache_dir(access),
+                    endpoint=access.endpoint,
+                    token=_token(access),
+                    library_name=_LIBRARY,
+                    tqdm_class=_quiet_bar(interrupted, file.size),
+                )
+        except _TooLongError:
+            raise HubError(
+                f"{what}: {_endpoint(access)} sends more than the {_bytes(file.size)} that it "
+                "declares, and was not read on; run again, and if it stays so choose another "
+                "endpoint or revision"
+            ) from None
 
     with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
         pending: set[Future[None]] = {pool.submit(fetch, file) for file in missing}
@@ -532,15 +642,22 @@ class _InterruptedError(Exception):
     """Ends the download threads of a call that was interrupted."""
 
 
-def _quiet_bar(interrupted: threading.Event) -> Any:
+class _TooLongError(Exception):
+    """Ends a download that goes on behind the file's end, before the disk is full."""
+
+
+def _quiet_bar(interrupted: threading.Event, size: int) -> Any:
     """Return what huggingface_hub takes for a progress bar class: it shows nothing.
 
-    Its update is the one place where a running download can be stopped.
+    Its update is the one place where a running download can be stopped: when it is interrupted, and
+    when more than `size` bytes came by HTTP. They are told before they are written. Xet, which
+    holds a file's length itself, tells what moved on the network, which may be more.
     """
 
     class QuietBar:
         def __init__(self, *args: object, **kwargs: object) -> None:
-            pass
+            # What a download begins at stands in a bar of HTTP's alone.
+            self._left = float(size) if "initial" in kwargs else math.inf
 
         def __enter__(self) -> Self:
             return self
@@ -551,6 +668,9 @@ def _quiet_bar(interrupted: threading.Event) -> Any:
         def update(self, n: float | None = 1) -> None:
             if interrupted.is_set():
                 raise _InterruptedError
+            self._left -= n or 0
+            if self._left < 0:
+                raise _TooLongError
 
         def set_postfix_str(self, *args: object, **kwargs: object) -> None:
             pass
@@ -707,7 +827,7 @@ def _check_index(listing: RevisionListing, folder: Path) -> None:
     weight_map = _read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise HubError(f"{index} of {listing.model}@{listing.commit} has no weight_map")
-    absent = sorted({str(name) for name in weight_map.values()} - paths)
+    absent = sorted({printable(str(name)[:_SAID_CHARS]) for name in weight_map.values()} - paths)
     if absent:
         raise HubError(
             f"{listing.model}@{listing.commit} is incomplete on the Hub: {index} names "
@@ -768,6 +888,7 @@ _CLIENT_ERRORS = (
     RuntimeError,
 )
 _SAID_CHARS = 400
+_BUSY = (408, 429, 500, 502, 503, 504)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK_REFUSES = (
     errno.EACCES,
@@ -780,12 +901,58 @@ _DISK_REFUSES = (
 
 
 @contextlib.contextmanager
-def _hub_errors(access: HubAccess, model: str, revision: str) -> Generator[None]:
+def _hub_errors(
+    access: HubAccess, model: str, revision: str, *, gone: str | None = None
+) -> Generator[None]:
+    """Say in our words what goes wrong. `gone`: what was there when the revision was resolved."""
     try:
         yield
     except _CLIENT_ERRORS as error:
+        if gone and isinstance(error, RevisionNotFoundError | RemoteEntryNotFoundError):
+            raise HubUnavailableError(
+                f"{gone} is gone from {_endpoint(access)} since {revision} was resolved: a "
+                "force-push, or a repo that was made anew; run again"
+            ) from None
         # Without its cause: that one's text is the server's, and may quote the request.
         raise _explain(error, access, model, revision) from None
+
+
+def _check_answer(answer: httpx.Response) -> None:
+    """Refuse what the client would do as the Hub says: write elsewhere, or sleep for hours."""
+    asked = answer.request
+    if _LIBRARY not in asked.headers.get("User-Agent", ""):
+        return
+    after = _retry_after(answer.headers) if answer.status_code in _BUSY else None
+    if after is not None and after > _LONGEST_WAIT_S:
+        raise HfHubHTTPError("it wants to be left alone for long", response=answer)
+    if asked.method != "HEAD":
+        return
+    # The client names the file in the cache by the one, and its folder by the other.
+    etag = answer.headers.get("X-Linked-Etag") or answer.headers.get("ETag")
+    name = "" if etag is None else etag.removeprefix("W/").strip('"')
+    commit = answer.headers.get("X-Repo-Commit")
+    wanted = re.search("/resolve/([0-9a-f]{40})/", asked.url.path)
+    if re.search(r"[/\\\0]", name) or name in (".", ".."):
+        said = f"ETag {name[:80]!r}, by which it would be written outside of the cache"
+    elif wanted and commit and commit != wanted[1]:
+        said = f"commit {commit[:80]!r}, which is not the one that was asked for"
+    else:
+        return
+    where = str(asked.url.copy_with(query=None, userinfo=b""))
+    raise HubError(
+        f"{where} is answered with {said}: this Hub, or a proxy before it, is broken or hostile; "
+        "check the endpoint"
+    )
+
+
+def _checking_client() -> httpx.Client:
+    client = _client_before()
+    client.event_hooks["response"].append(_check_answer)
+    return client
+
+
+# The one place in which each answer is seen before the client does anything with it.
+set_client_factory(_checking_client)
 
 
 def _explain(error: BaseException, access: HubAccess, model: str, revision: str) -> HubError:

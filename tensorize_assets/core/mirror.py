@@ -17,7 +17,7 @@ from threading import Event, Lock
 from typing import Literal, NamedTuple
 
 from tensorize_assets.core import block_hashes, jsonio, layout, lease
-from tensorize_assets.core.block_hashes import BlockHasher
+from tensorize_assets.core.block_hashes import LARGEST_FILE, BlockHasher
 from tensorize_assets.core.errors import ConflictError, StoreError, StoreUnavailableError
 from tensorize_assets.core.manifest import FileEntry
 from tensorize_assets.core.signing import SecretKey
@@ -77,11 +77,15 @@ def missing(store: Store, model: str, files: Iterable[FileEntry]) -> tuple[FileE
 
 def without_blocks(store: Store, model: str, files: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
     """Return the safetensors among `files` that no list of blocks is of; each content once."""
-    wanted = list({one.sha256: one for one in files if one.path.endswith(_IN_PARTS)}.values())
+    wanted = list({one.sha256: one for one in files if _has_blocks(one)}.values())
     keys = [layout.snapshot_blocks_key(model, file.sha256) for file in wanted]
     with ThreadPoolExecutor(_SMALL_AT_ONCE) as pool:
         sizes = list(pool.map(store.stat, keys))
     return tuple(file for file, size in zip(wanted, sizes, strict=True) if size is None)
+
+
+def _has_blocks(file: FileEntry) -> bool:
+    return file.path.endswith(_IN_PARTS) and file.size <= LARGEST_FILE
 
 
 def files_in_use(
@@ -146,7 +150,7 @@ def upload(
             if store.stat(place) != file.size:
                 raise
             return
-        if key is not None and file.path.endswith(_IN_PARTS):
+        if key is not None and _has_blocks(file):
             _write_blocks(store, model, file, hasher.finish(), key)
 
     _each(send, absent, counted, total, progress)

@@ -59,7 +59,7 @@ def bring(work: Work, listing: hub.RevisionListing, check: Check | None = None) 
     another, it is waited for. `check` is given the model's config.json before anything large comes;
     what it raises passes through.
 
-    Raises as `hub.download` and `mirror.upload` do.
+    Raises as `hub.download`, `hub.check_contents` and `mirror.upload` do.
     """
     found = _found(work, listing, check)
     if found is not None:
@@ -83,6 +83,7 @@ def bring(work: Work, listing: hub.RevisionListing, check: Check | None = None) 
         snapshot, folder = hub.download(
             work.access, model, listing, work.progress(model, "downloaded")
         )
+        hub.check_contents(work.access, listing, folder)
         sent = mirror.upload(
             work.store, as_list(snapshot), folder, work.progress(model, "mirrored"), work.key
         )

@@ -14,30 +14,40 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tensorize_assets.core import jsonio
 from tensorize_assets.core.errors import PreflightError
+from tensorize_assets.core.printable import quoted
 
-# The library's own limit.
-_MAX_HEADER_BYTES = 100_000_000
+# That of 300,000 tensors. The library takes 100 MB, which fill gigabytes as Python's objects.
+_MAX_HEADER_BYTES = 32 * 1024 * 1024
+# Each value has a comma or a bracket before it. A tensor has less than ten of them.
+_MAX_VALUES = 3_000_000
+_MAX_DIMENSIONS = 64
 _LENGTH_BYTES = 8
 
-ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3": 1,
-    "F8_E8M0": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
+ITEM_BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
 }
-"""Bytes of an element, by the format's names of types."""
+"""Bits of an element, by the format's names of types."""
 
 
 class TensorPlace(NamedTuple):
@@ -57,11 +67,11 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     dtype: str
-    shape: list[_Count]
+    shape: Annotated[list[_Count], Field(max_length=_MAX_DIMENSIONS)]
     data_offsets: tuple[_Count, _Count]
 
 
-_ENTRIES = TypeAdapter(dict[str, _Entry])
+_HEADER = TypeAdapter(dict[str, object])
 
 
 def read_header(
@@ -72,8 +82,8 @@ def read_header(
     `read` returns the bytes from a start to an end.
 
     Raises:
-        PreflightError: it is no safetensors file: a header that is cut, too long or no JSON, an
-            unknown type, sizes that do not fit, tensors that overlap or leave gaps.
+        PreflightError: it is no safetensors file: a header that is cut, too long or no JSON, a
+            name twice, an unknown type, sizes that do not fit, tensors that overlap or leave gaps.
     """
 
     def refused(reason: str) -> PreflightError:
@@ -85,31 +95,37 @@ def read_header(
     first = _LENGTH_BYTES + length
     if length > _MAX_HEADER_BYTES or first > size:
         raise refused(f"its header would have {length} bytes, of {size} in all")
+    text = read(_LENGTH_BYTES, first)
+    if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise refused(f"its header holds more than {_MAX_VALUES:,} values")
     try:
-        fields = jsonio.loads(read(_LENGTH_BYTES, first).decode())
-        if isinstance(fields, dict):
-            fields.pop("__metadata__", None)  # pyright: ignore[reportUnknownMemberType]
-        entries = _ENTRIES.validate_python(fields)
+        fields = _HEADER.validate_python(jsonio.loads(text.decode()))
     except ValidationError as error:
         raise refused(f"its header: {jsonio.describe(error)}") from None
     except ValueError as error:
         raise refused(f"its header is no JSON ({error})") from None
-    places = sorted(
-        (
-            TensorPlace(name, one.dtype, tuple(one.shape), *(first + at for at in one.data_offsets))
-            for name, one in entries.items()
-        ),
-        key=lambda place: (place.start, place.end),
-    )
+    fields.pop("__metadata__", None)
+    places: list[TensorPlace] = []
+    for name, value in fields.items():
+        try:
+            one = _Entry.model_validate(value)
+        except ValidationError as error:
+            # The first one will do: there may be a million.
+            raise refused(f"its header: {quoted(name)}: {jsonio.describe(error)}") from None
+        start, end = (first + at for at in one.data_offsets)
+        places.append(TensorPlace(name, one.dtype, tuple(one.shape), start, end))
+    places.sort(key=lambda place: (place.start, place.end))
     position = first
     for place in places:
-        if place.dtype not in ITEM_BYTES:
-            raise refused(f"tensor {place.name!r} is of an unknown type {place.dtype!r}")
-        wanted = math.prod(place.shape) * ITEM_BYTES[place.dtype]
-        if place.start != position or place.end - place.start != wanted:
+        if place.dtype not in ITEM_BITS:
             raise refused(
-                f"tensor {place.name!r} of shape {list(place.shape)} lies at bytes {place.start} "
-                f"to {place.end}, and the one before it ends at {position}"
+                f"tensor {quoted(place.name)} is of an unknown type {quoted(place.dtype)}"
+            )
+        wanted = math.prod(place.shape) * ITEM_BITS[place.dtype]
+        if place.start != position or (place.end - place.start) * 8 != wanted:
+            raise refused(
+                f"tensor {quoted(place.name)} of shape {list(place.shape)} lies at bytes "
+                f"{place.start} to {place.end}, and the one before it ends at {position}"
             )
         position = place.end
     if position != size:

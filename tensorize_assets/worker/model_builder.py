@@ -59,9 +59,16 @@ def configure(
         AssertionError,
         ImportError,
     ) as error:
+        reasons = _reasons(error)
+        if "trust_remote_code" in reasons:
+            # Their advice is to run it.
+            reasons = (
+                "its config.json asks for Python code of a repo (auto_map), and such code is never "
+                "run. Choose another repo or revision, or a vLLM that has the model itself"
+            )
         raise PreflightError(
             f"the installed vLLM does not accept {where} at "
-            f"tensor_parallel_size={tensor_parallel_size}, dtype={dtype}: {_reasons(error)}"
+            f"tensor_parallel_size={tensor_parallel_size}, dtype={dtype}: {reasons}"
         ) from error
 
 

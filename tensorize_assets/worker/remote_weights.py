@@ -20,6 +20,7 @@ import torch
 from tensorize_assets.core.block_hashes import BLOCK_BYTES, require_blocks, widened
 from tensorize_assets.core.errors import PreflightError
 from tensorize_assets.core.local_store import sync_folder
+from tensorize_assets.core.printable import quoted
 from tensorize_assets.core.ranged import RangeSource, patiently
 from tensorize_assets.core.safetensors_header import TensorPlace, read_header
 from tensorize_assets.worker.lazy_tensors import LazyTensor, bytes_of
@@ -41,6 +42,8 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -51,6 +54,7 @@ _DTYPES = {
     "F64": torch.float64,
     "I64": torch.int64,
     "U64": torch.uint64,
+    "C64": torch.complex64,
 }
 
 
@@ -155,6 +159,12 @@ class _StoredTensor:
     cache: Path | None
 
     def __post_init__(self) -> None:
+        if self.place.dtype not in _DTYPES:
+            raise PreflightError(
+                f"{self.file.uri}: tensor {quoted(self.place.name)} is of type {self.place.dtype}, "
+                "which PyTorch has not, or not in elements of its own; choose another revision, or "
+                "build it with launcher: subprocess"
+            )
         self.shape = torch.Size(self.place.shape)
         self.dtype = _DTYPES[self.place.dtype]
         self._small: bytes | None = None
@@ -227,7 +237,7 @@ def tensors_of(file: RemoteFile, cache: Path | None) -> Iterator[tuple[str, torc
     are read once for all of them. Without, each rank reads them whole, and keeps its columns.
 
     Raises:
-        PreflightError: it is no safetensors file.
+        PreflightError: it is no safetensors file, or one with types that cannot be read in parts.
         StoreError: as `RemoteFile.read`.
     """
 

@@ -225,6 +225,13 @@ class Run:
         return list(self.result.get_asset_materialization_events())
 
 
+def weights(content: bytes) -> bytes:
+    """A safetensors file with one tensor, of these bytes."""
+    tensor = {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}
+    header = json.dumps({"weight": tensor}).encode()
+    return struct.pack("<Q", len(header)) + header + content
+
+
 def with_value(safetensors: bytes, tensor: str, bfloat16: int) -> bytes:
     """A safetensors file with the first value of one bfloat16 tensor replaced by these bits."""
     (length,) = struct.unpack("<Q", safetensors[:8])

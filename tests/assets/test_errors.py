@@ -172,6 +172,11 @@ def test_a_hub_in_trouble_is_asked_again(home: Home, model_hub: LocalHub, no_wai
     assert ["hf_snapshot", "hf_snapshot"] == run.retried
 
 
+@pytest.mark.fault(
+    "Bad Hub",
+    "hf_snapshot: a Hub that stays in trouble",
+    "one error, after some tries, with its answer",
+)
 def test_a_hub_that_stays_in_trouble_fails_with_its_answer(
     home: Home, model_hub: LocalHub, no_waiting: None
 ):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chain_home import MODEL, NO_WORKER, Home, Run, stand_in
+from chain_home import MODEL, NO_WORKER, Home, Run, stand_in, weights
 from typer.testing import CliRunner
 
 import tensorize_assets.definitions
@@ -27,7 +27,7 @@ DAGSTER_YAML = Path(__file__).parents[2] / "dagster_home" / "dagster.yaml"
 CONFIG = {"peft_type": "LORA", "base_model_name_or_path": MODEL, "r": 8, "target_modules": ["q"]}
 ADAPTER: dict[str, bytes | Path] = {
     "adapter_config.json": json.dumps(CONFIG).encode(),
-    "adapter_model.safetensors": b"pirate",
+    "adapter_model.safetensors": weights(b"pirate"),
 }
 LISTED = [{"name": "pirate", "repo": "tiny/pirate", "revision": "main"}]
 

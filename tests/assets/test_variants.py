@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chain_home import MODEL, NO_WORKER, PROFILE, Home, Run, stand_in
+from chain_home import MODEL, NO_WORKER, PROFILE, Home, Run, stand_in, weights
 
 from tensorize_assets.assets.target import ONESHOT_TAG, Oneshot
 from tensorize_assets.core import compare, layout, sealing
@@ -39,7 +39,7 @@ def adapter_hub(model_hub: LocalHub) -> LocalHub:
     for name in ("pirate", "poet", "idle"):
         files: dict[str, bytes | Path] = {
             "adapter_config.json": json.dumps(CONFIG | {"name": name}).encode(),
-            "adapter_model.safetensors": name.encode(),
+            "adapter_model.safetensors": weights(name.encode()),
         }
         model_hub.commit(f"tiny/{name}", files)
     return model_hub

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import dagster as dg
 import pytest
-from chain_home import MODEL, Home, stand_in
+from chain_home import MODEL, Home, stand_in, weights
 from dagster._core.instance import InstanceRef
 from ticks import Log
 from upkeep import published_home
@@ -155,7 +155,7 @@ def test_adapters_are_compared_at_the_published_commits(
     config = {"peft_type": "LORA", "base_model_name_or_path": MODEL, "r": 8}
     files: dict[str, bytes | Path] = {
         "adapter_config.json": json.dumps({**config, "target_modules": ["q"]}).encode(),
-        "adapter_model.safetensors": b"poet",
+        "adapter_model.safetensors": weights(b"poet"),
     }
     hub.commit("tiny/poet", files)
     poet = {"name": "poet", "repo": "tiny/poet", "revision": "main"}

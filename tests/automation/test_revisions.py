@@ -9,7 +9,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
-from chain_home import NO_WORKER, Home, stand_in
+from chain_home import NO_WORKER, Home, stand_in, weights
 from ticks import FILES, RUN_KEY_TAG, Clock, Tick, Ticker
 
 from tensorize_assets.automation import sensor_state
@@ -557,7 +557,7 @@ def test_commits_move_the_channel(
     first = home.channel("org/a")[-1].commit
     sensor = Ticker(home, instance, hf_revision_sensor)
     assert [] == sensor.tick().pairs
-    second = hub.commit("org/a", FILES | {"model.safetensors": b"better weights"})
+    second = hub.commit("org/a", FILES | {"model.safetensors": weights(b"better")})
     for launcher in (stand_in(), NO_WORKER):
         clock.now += EVERY_S
         tick = sensor.tick(start=False)

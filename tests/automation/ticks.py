@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dagster as dg
-from chain_home import Home, stand_in
+from chain_home import Home, stand_in, weights
 
 from tensorize_assets.automation.partitions import catalog_partitions
 from tensorize_assets.automation.revisions import hf_revision_sensor
@@ -17,7 +17,7 @@ from tensorize_assets.definitions import ASSETS, CHECKS, build
 from tensorize_assets.resources.launchers.local import SubprocessLauncher
 
 RUN_KEY_TAG = "dagster/run_key"
-FILES = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"A model."}
+FILES = {"config.json": b"{}", "model.safetensors": weights(b"small"), "README.md": b"A model."}
 
 
 class Clock:

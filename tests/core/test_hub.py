@@ -187,6 +187,11 @@ def test_a_repo_without_weights_is_refused(
 @pytest.mark.parametrize(
     "path", ["../evil.json", "/etc/evil.json", "a/../../evil.json", "a\\..\\b"]
 )
+@pytest.mark.fault(
+    "Bad Hub",
+    "resolve: a name with `../`, or an absolute one",
+    "refused: the file is named, nothing is downloaded",
+)
 def test_a_path_that_leaves_the_folder_is_refused(
     hub: LocalHub, access: HubAccess, path: str
 ) -> None:
@@ -197,6 +202,11 @@ def test_a_path_that_leaves_the_folder_is_refused(
 
 
 @pytest.mark.parametrize("path", ["a\\b.json", "a\nb.json", "a//b.json", f"{'x' * 300}.json"])
+@pytest.mark.fault(
+    "Bad Hub",
+    "resolve: a name with backslashes, line ends, empty parts or 300 letters",
+    "refused: the file is named, nothing is downloaded",
+)
 def test_a_path_the_store_cannot_hold_is_refused(
     hub: LocalHub, access: HubAccess, path: str
 ) -> None:
@@ -468,6 +478,11 @@ def test_a_hub_that_does_not_answer_in_time(hub: LocalHub, access: HubAccess) ->
         resolve(access, MODEL, "main", timeout_s=0.1)
 
 
+@pytest.mark.fault(
+    "Bad Hub",
+    "download: 429 that does not end",
+    "the client gives up; worth a retry",
+)
 def test_a_hub_that_stays_busy_during_a_download(hub: LocalHub, access: HubAccess) -> None:
     """The client waits as it is told, gives up in the end, and says only "no local file"."""
     hub.commit(MODEL, FILES)
@@ -598,6 +613,11 @@ def test_an_interrupt_ends_the_download(hub: LocalHub, access: HubAccess) -> Non
     assert [] == list((access.cache_dir / REPO_FOLDER / "blobs").glob("*.incomplete"))
 
 
+@pytest.mark.fault(
+    "Bad Hub",
+    "download: a connection that is cut",
+    "success by retry: what came is not sent again",
+)
 def test_a_cut_connection_is_taken_up_where_it_broke(
     hub: LocalHub, fetch: Callable[..., tuple[Snapshot, Path]]
 ) -> None:
@@ -614,6 +634,11 @@ def test_a_cut_connection_is_taken_up_where_it_broke(
     assert [11 * mebibyte, 3 * mebibyte] == [request.bytes_sent for request in requests]
 
 
+@pytest.mark.fault(
+    "Bad Hub",
+    "download: one of two files fails",
+    "worth a retry: the rest is downloaded then",
+)
 def test_a_partial_snapshot_is_never_taken_for_one(
     hub: LocalHub, access: HubAccess, fetch: Callable[..., tuple[Snapshot, Path]]
 ) -> None:
@@ -647,6 +672,11 @@ def test_a_hub_that_hangs_up_is_worth_a_retry(
     fetch()
 
 
+@pytest.mark.fault(
+    "Bad Hub",
+    "download: a repo that is renamed after it was resolved",
+    "success: the commit that was resolved",
+)
 def test_a_repo_renamed_meanwhile_still_gives_its_commit(hub: LocalHub, access: HubAccess) -> None:
     """The commit is what was asked for, and its hashes are checked, whatever its name is now."""
     hub.commit(MODEL, FILES)
@@ -781,6 +811,11 @@ def test_leftovers_of_killed_runs_are_swept(
 @pytest.mark.parametrize(
     ("path", "kind"), [("model.safetensors", "SHA-256"), ("config.json", "Git blob")]
 )
+@pytest.mark.fault(
+    "Bad Hub",
+    "download: a wrong SHA-256, a wrong Git hash",
+    "refused: both hashes are named, the copy is removed",
+)
 def test_a_download_that_is_not_what_the_hub_declares(
     hub: LocalHub,
     access: HubAccess,
@@ -895,6 +930,11 @@ def test_files_outside_the_cache_are_never_removed(
         ("model.safetensors.index.json", ("a-1.safetensors", "a-2.safetensors")),
         ("pytorch_model.bin.index.json", ("pytorch_model-1.bin", "pytorch_model-2.bin")),
     ],
+)
+@pytest.mark.fault(
+    "Bad Hub",
+    "download: an index that names shards that are not there",
+    "refused: the shard is named",
 )
 def test_shards_and_their_index(
     hub: LocalHub,

@@ -255,6 +255,11 @@ def test_refusals_are_backed_off_from(hub: LocalHub, access: HubAccess) -> None:
     assert 0 == well.watches["org/gone@main"].failures
 
 
+@pytest.mark.fault(
+    "Bad Hub",
+    "revision sensor: 429 with a time to wait",
+    "asked again then, and not sooner",
+)
 def test_the_hub_says_when_it_may_be_asked_again(hub: LocalHub, access: HubAccess) -> None:
     """Retry-After goes before our own pauses, and before hints."""
     wanted = models("org/a")
@@ -268,6 +273,11 @@ def test_the_hub_says_when_it_may_be_asked_again(hub: LocalHub, access: HubAcces
     assert 1 == asked(access, wanted, hinted, NOW + 900).asked
 
 
+@pytest.mark.fault(
+    "Bad Hub",
+    "revision sensor: an answer that makes no sense",
+    "that revision is backed off from, alone",
+)
 def test_an_answer_that_makes_no_sense_is_a_refusal(
     hub: LocalHub, access: HubAccess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +297,11 @@ def test_an_answer_that_makes_no_sense_is_a_refusal(
 # A Hub that is down
 
 
+@pytest.mark.fault(
+    "Bad Hub",
+    "revision sensor: a Hub that is down",
+    "asked a few times, not once a revision",
+)
 def test_a_hub_that_is_down_is_asked_few_times(hub: LocalHub, access: HubAccess) -> None:
     """A thousand time limits in a row would be the end of the tick, and no help to the Hub."""
     wanted = models(*(f"org/m{number}" for number in range(40)))

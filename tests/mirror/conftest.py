@@ -14,8 +14,10 @@ from tensorize_assets.core.store import Store, open_store
 from tensorize_assets.demo.hub_server import LocalHub
 
 # Helpers of other folders' tests; pytest does not put them on the path.
-for folder in ("assets", "core"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "assets"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+from chain_home import weights
 
 MODEL = "tiny/llama"
 
@@ -35,8 +37,8 @@ def files() -> dict[str, bytes | Path]:
     content = random.Random(0).randbytes
     return {
         "config.json": b'{"num_attention_heads": 4, "num_key_value_heads": 4}',
-        "model-00001-of-00002.safetensors": content(300_000),
-        "model-00002-of-00002.safetensors": content(200_000),
+        "model-00001-of-00002.safetensors": weights(content(300_000)),
+        "model-00002-of-00002.safetensors": weights(content(200_000)),
         "tokenizer.json": b'{"tokenizer": 1}',
         "special/tokenizer.json": b'{"tokenizer": 1}',
     }

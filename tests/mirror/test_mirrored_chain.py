@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from chain_home import MODEL, NO_WORKER, Home, Run, stand_in
+from chain_home import MODEL, NO_WORKER, Home, Run, stand_in, weights
 
 from tensorize_assets.assets.target import ADAPTER_COMMITS_TAG
 from tensorize_assets.core import hub, layout, local_adapter, mirror, sealing
@@ -41,7 +41,8 @@ def elsewhere(tmp_path: Path) -> Elsewhere:
 def adapter_hub(model_hub: LocalHub) -> LocalHub:
     """A Hub that has an adapter too."""
     model_hub.commit(
-        "org/poet", {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": b"matrices"}
+        "org/poet",
+        {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": weights(b"matrices")},
     )
     return model_hub
 
@@ -275,7 +276,7 @@ def test_a_local_adapter_is_mirrored_too(
     folder = tmp_path / "poet"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 8}')
-    (folder / "adapter_model.safetensors").write_bytes(b"matrices")
+    (folder / "adapter_model.safetensors").write_bytes(weights(b"matrices"))
     access = hub.HubAccess(endpoint=s3_home.endpoint, cache_dir=s3_home.folder / "hub")
     repo, commit = local_adapter.take(access, folder)
     s3_home.write_catalog(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from chain_home import weights
 
 from tensorize_assets.core import hub, layout, lease, local_adapter, mirror, mirroring
 from tensorize_assets.core.errors import HubError, StoreError
@@ -195,7 +196,7 @@ def test_a_local_adapter_is_found_where_only_the_mirror_has_it(
     folder = tmp_path / "poet"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 8}')
-    (folder / "adapter_model.safetensors").write_bytes(b"matrices")
+    (folder / "adapter_model.safetensors").write_bytes(weights(b"matrices"))
     here = host(store, model_hub, tmp_path / "a")
     repo, commit = local_adapter.take(here.work.access, folder)
     bring(here.work, mirroring.resolve_adapter(here.work, repo, commit))
@@ -211,7 +212,7 @@ def test_a_local_adapter_is_found_where_only_the_mirror_has_it(
     key = layout.snapshot_key(repo, commit)
     stored = store.get_bytes(key)
     assert stored is not None
-    sha256 = hashlib.sha256(b"matrices").hexdigest()
+    sha256 = hashlib.sha256(weights(b"matrices")).hexdigest()
     store.put_bytes(key, stored.data.replace(sha256.encode(), b"0" * 64))
     with pytest.raises(HubError, match="is gone from the cache"):
         mirroring.resolve_adapter(there.work, repo, commit)

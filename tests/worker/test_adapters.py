@@ -253,6 +253,11 @@ def test_what_cannot_be_served_is_refused_with_its_reason_and_leaves_nothing(
     assert [] == case["root"]
 
 
+@pytest.mark.fault(
+    "Bad Hub",
+    "lora_adapters: a .bin with a pickle that runs code",
+    "refused: it is not run, nothing is stored",
+)
 def test_a_pickle_that_runs_code_does_not_run(cases: dict[str, Any]) -> None:
     """The attack is seen to work where it is let; and torch's advice to let it is not passed on."""
     case = cases["attack"]
