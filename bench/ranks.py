@@ -47,7 +47,8 @@ def one(folder: Path, directory: str) -> None:
     request = requests_in(folder).model_copy(update={"directory": directory})
     began = time.perf_counter()
     result = shard.run(request, Progress.silent())
-    print(json.dumps({"seconds": time.perf_counter() - began, "bytes": result.source_bytes}))
+    seconds = time.perf_counter() - began
+    print(json.dumps({"seconds": seconds, "bytes": result.source_bytes, "stages": result.seconds}))
 
 
 def on_ray(folder: Path, directory: str) -> None:

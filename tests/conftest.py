@@ -136,9 +136,10 @@ def run_script() -> Callable[..., None]:
         if find_spec("vllm") is None:
             pytest.skip("vLLM is not installed (extra `cpu` or `gpu`)")
         command = [sys.executable, str(_SCRIPTS / script), *map(str, arguments)]
+        path = [str(_SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         done = subprocess.run(
             command,
-            env=os.environ | {"PYTHONPATH": str(_SCRIPTS)} | variables,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import stat
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "core"))
@@ -219,6 +221,7 @@ def test_from_a_disk_vllm_gets_the_artifact_itself(
         assert part in line
 
 
+@pytest.mark.fault("Secrets", "what `tensorize serve` becomes: arguments and environment", "none")
 def test_secrets_are_neither_in_the_command_nor_in_the_environment(
     home: Path, vllm: str, s3: LocalS3, s3_root: str, s3_access: S3Access
 ) -> None:
@@ -265,6 +268,20 @@ def test_secrets_are_neither_in_the_command_nor_in_the_environment(
     # It was never vLLM; who comes next sweeps.
     with Asked(home, *options, s3.endpoint, "--region", REGION, **secrets):
         assert not own & private_places()
+
+
+@pytest.mark.fault("Secrets", "a crash of `tensorize serve` with a data key", "no core is left")
+def test_a_server_that_holds_a_key_leaves_no_core(store: LocalStore, home: Path, vllm: str) -> None:
+    """Also as the program that it becomes; one that holds none is the user's to look into."""
+    both(store, vllm)
+    ours = resource.getrlimit(resource.RLIMIT_CORE)
+    options = (MODEL, SUFFIX, "--root", store.root, *TRUST)
+    for encrypted, limit in (((), ours), (("--encrypted",), (0, 0))):
+        asked = Asked(home, *options, *encrypted)
+        with asked:
+            assert limit == psutil.Process(asked.process.pid).rlimit(psutil.RLIMIT_CORE)
+            held = Path(f"/proc/{asked.process.pid}/coredump_filter").read_text()
+            assert bool(encrypted) == (int(held, 16) == 0)
 
 
 def test_a_web_root_needs_no_access(

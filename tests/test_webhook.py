@@ -220,6 +220,11 @@ def test_what_it_does_not_follow_is_not(server: Running, given: Any, said: str) 
     assert [] == server.reported()
 
 
+@pytest.mark.fault(
+    "Secrets",
+    "a webhook's delivery with a wrong secret, or none",
+    "the same answer, whatever it holds",
+)
 @pytest.mark.parametrize(
     "headers",
     [
@@ -551,6 +556,11 @@ def command(home: Path, *arguments: str, **variables: str) -> subprocess.Popen[s
     )
 
 
+@pytest.mark.fault(
+    "Secrets",
+    "the webhook without a secret, or one that can be guessed",
+    "does not start, and quotes nothing",
+)
 @pytest.mark.parametrize(
     ("variables", "said"),
     [

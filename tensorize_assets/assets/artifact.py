@@ -100,7 +100,8 @@ def artifact(
     """A directory that vLLM loads, sealed by a signed manifest; with `encryption: both`, two.
 
     `vllm/MODEL/SUFFIX-BUILD/` below the catalog's root gets config and tokenizer files beside the
-    tensors, `provenance.dsse.json`, and, last, `manifest.json`.
+    tensors, and, when all of them are there, `manifest.json`; then `provenance.dsse.json`, which
+    names the manifest.
 
     Without its manifest a directory does not exist for any reader; with it, it never changes.
     """

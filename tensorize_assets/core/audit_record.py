@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field, FiniteFloat, field_validator
+from pydantic import Field, FiniteFloat
 
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import (
@@ -35,15 +34,10 @@ class AuditRecord(jsonio.Record):
     build_id: jsonio.BuildId
     directory: jsonio.RelativePath
     manifest_sha256: jsonio.Sha256
-    when: AwareDatetime
+    when: jsonio.Instant
     bytes: Annotated[int, Field(ge=0)]
     seconds: Annotated[FiniteFloat, Field(ge=0)]
     damage: tuple[Damage, ...] = ()
-
-    @field_validator("when")
-    @classmethod
-    def _in_utc(cls, when: datetime) -> datetime:
-        return when.astimezone(UTC)
 
 
 def write_record(store: Store, key: signing.SecretKey, record: AuditRecord) -> None:

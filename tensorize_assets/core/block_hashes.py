@@ -19,6 +19,10 @@ BLOCK_BYTES = 128 * 1024
 
 _HASH_BYTES = 32
 
+# Base64 takes 4 bytes for 3, and the document around it is small.
+LARGEST_FILE = (jsonio.MAX_BYTES - 4096) // 4 * 3 // _HASH_BYTES * BLOCK_BYTES
+"""Of larger files, above 45 GB, there is no list: nobody would read so large a document."""
+
 
 class _BlockList(jsonio.Record):
     """The signed document: `hashes` is the base64 of what `BlockHasher.finish` returns."""

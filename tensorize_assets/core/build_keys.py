@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, cast
 
-from pydantic import AwareDatetime, Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import ConflictError, HistoryError, StoreError
@@ -27,13 +27,8 @@ class KeyChoice(jsonio.Record):
 
     number: Annotated[int, Field(ge=1)]
     key_id: jsonio.KeyId
-    when: AwareDatetime
+    when: jsonio.Instant
     reason: Literal["first", "rotate"]
-
-    @field_validator("when")
-    @classmethod
-    def _in_utc(cls, when: datetime) -> datetime:
-        return when.astimezone(UTC)
 
 
 class BuildKeys(jsonio.Record):

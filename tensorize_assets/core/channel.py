@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, cast
 
-from pydantic import AwareDatetime, Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import ConflictError, StoreError
@@ -52,13 +52,8 @@ class ChannelEntry(jsonio.Record):
     device: Device
     evidence_key: jsonio.RelativePath
     reason: Literal["publish", "rollback"]
-    when: AwareDatetime
+    when: jsonio.Instant
     encrypted: EncryptedVariant | None = None
-
-    @field_validator("when")
-    @classmethod
-    def _in_utc(cls, when: datetime) -> datetime:
-        return when.astimezone(UTC)
 
     @model_validator(mode="after")
     def _names_its_evidence(self) -> ChannelEntry:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field, FiniteFloat, JsonValue, field_validator, model_validator
+from pydantic import Field, FiniteFloat, JsonValue, field_validator, model_validator
 
 from tensorize_assets.core import jsonio, layout, signing
 from tensorize_assets.core.errors import EvidenceError
@@ -63,12 +62,7 @@ class Evidence(jsonio.Record):
     load: LoadFigures | None
     default_load_seconds: Measure | None
     prompts_digest: str
-    when: AwareDatetime
-
-    @field_validator("when")
-    @classmethod
-    def _in_utc(cls, when: datetime) -> datetime:
-        return when.astimezone(UTC)
+    when: jsonio.Instant
 
     @field_validator("checks")
     @classmethod

@@ -1,8 +1,9 @@
-"""A worker's processes: which they are, the memory they use, how they are ended."""
+"""A worker's processes: which they are, the memory they use and leave, how they are ended."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -18,6 +19,18 @@ _POLL_S = 0.1
 # Nothing catches SIGKILL, but a process deep in the kernel (a dead NFS mount) ends late.
 _KILL_WAIT_S = 10.0
 _CGROUP_V1_UNLIMITED = 1 << 60
+
+
+def forbid_core_dumps() -> None:
+    """Have this process, what it starts and what it becomes leave no memory on a disk in a crash.
+
+    It stays readable in /proc to its own user (it could be made not to be, PR_SET_DUMPABLE): the
+    launcher finds the processes of a worker by their environment, and an exec would undo it.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Where the kernel pipes dumps to a program, the limit does not count: let them hold no memory.
+    with suppress(OSError):
+        Path("/proc/self/coredump_filter").write_text("0")
 
 
 def descendants(process: psutil.Process) -> set[psutil.Process]:

@@ -29,10 +29,8 @@ from nacl import public
 from nacl.exceptions import CryptoError
 from pydantic import (
     AfterValidator,
-    AwareDatetime,
     Field,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 
@@ -212,15 +210,10 @@ class RecipientChange(jsonio.Record):
     """One change of who a data key is sealed to."""
 
     number: Annotated[int, Field(ge=1)]
-    when: AwareDatetime
+    when: jsonio.Instant
     added: tuple[Recipient, ...]
     removed: tuple[Recipient, ...]
     note: Literal["who was removed may have kept the data key: rotate it"] | None
-
-    @field_validator("when")
-    @classmethod
-    def _in_utc(cls, when: datetime) -> datetime:
-        return when.astimezone(UTC)
 
 
 class KeyRecord(jsonio.Record):

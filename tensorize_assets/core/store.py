@@ -287,5 +287,9 @@ def explained(action: str, what: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "check the disk")
-        raise StoreError(f"cannot {action} {what}: {error.strerror}; {advice}") from error
+        raise StoreError(f"cannot {action} {what}: {error.strerror}; {advice(error)}") from error
+
+
+def advice(error: OSError) -> str:
+    """Return what to do about an error of the file system."""
+    return _ADVICE.get(error.errno or 0, "check the disk")

@@ -144,7 +144,12 @@ def server(
         *("--tensor-parallel-size", str(manifest.tensor_parallel_size)),
         *("--dtype", manifest.dtype),
     ]
-    ours = {"served-model-name": [manifest.model], **_lora(manifest, options.arguments, given)}
+    ours = {
+        "served-model-name": [manifest.model],
+        # vLLM's own default is every interface, and it asks nobody who they are.
+        "host": ["127.0.0.1"],
+        **_lora(manifest, options.arguments, given),
+    }
     if vllm.device == "cpu" and "VLLM_CPU_KVCACHE_SPACE" not in environ:
         ours["kv-cache-memory-bytes"] = [str(_CPU_KV_CACHE_BYTES)]
     for name, values in ours.items():

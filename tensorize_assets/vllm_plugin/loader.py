@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import struct
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import tenacity
@@ -475,7 +477,13 @@ def file_errors(uri: str) -> Iterator[None]:
         # Of a header that claims to be larger than the machine.
         MemoryError,
         TypeError,
+        # Of a tensor whose encryption cannot be: what tensorizer then looks at was never made.
+        NameError,
+        OSError,
     ) as error:
+        # Of a disk, or of a file that leads to where none ends.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         # tensorizer's assertions say nothing.
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ValueError(
@@ -486,12 +494,16 @@ def file_errors(uri: str) -> Iterator[None]:
 
 def require_whole(file: streams.TensorFile, deserializer: TensorDeserializer) -> None:
     """Where a file ends too early, tensorizer leaves the rest of its buffers as they were."""
-    entries = deserializer._metadata.values()
+    entries = sorted(deserializer._metadata.values(), key=lambda entry: entry.offset)
     end = max(entry.data_offset + entry.data_length for entry in entries)
     if file.size < end:
         raise ValueError(f"it has {file.size:,} bytes, and its tensors end at byte {end:,}")
-    if deserializer._tensors_begin > min(entry.offset for entry in entries):
+    if deserializer._tensors_begin > entries[0].offset:
         raise ValueError("its index reaches into its tensors")
+    for entry, following in pairwise(entries):
+        # Else a small file would hold any number of large ones.
+        if entry.data_offset + entry.data_length > following.offset:
+            raise ValueError(f"its tensor {following.name.normalize_()!r} lies in another one")
 
 
 def _require_served(deserializer: streams.Deserializer, uri: str) -> None:

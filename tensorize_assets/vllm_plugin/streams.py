@@ -7,19 +7,27 @@ signature in the process list. Here they are read by `core.ranged`, in this proc
 from __future__ import annotations
 
 import io
+import math
 import os
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from tensorizer import TensorDeserializer
+import numpy
+from tensorizer import TensorDeserializer, serialization
 from tensorizer._linear_partition import partition
-from tensorizer.serialization import HashType, _TensorHeaderDeserializer
+from tensorizer.serialization import (
+    OPAQUE_DTYPE_SEP,
+    HashType,
+    _MetadataDeserializer,
+    _TensorHeaderDeserializer,
+)
 
 from tensorize_assets.core import s3
 from tensorize_assets.core.errors import ManifestError, StoreError, StoreUnavailableError
@@ -35,6 +43,16 @@ _PARTS = 8
 
 # Of somebody who reads little: not more than is asked for, and a bit.
 _GLANCE_BYTES = 1 << 20
+
+# tensorizer makes room for whatever a file says that its index, or a tensor's header, takes. The
+# index that it writes has 256 KiB; a header grows by 16 bytes for each 2 MiB that are encrypted.
+_MAX_INDEX_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 2 << 20
+# Of all tensors of a file that have a shape and no data, since they were on no device: tensorizer
+# makes them of zeros.
+_MAX_ABSENT_BYTES = 64 << 20
+# numpy's names of types are a language, and its parser's errors any.
+_DTYPE = re.compile(r"[<>=|]?[a-zA-Z?]\d{0,2}")
 
 # Of a signed URL, in seconds: longer than any load, and no more than a role's session.
 _SIGNED_FOR_S = 3600
@@ -106,8 +124,51 @@ class Published(NamedTuple):
     sha256: Mapping[str, str]
 
 
+class _Index(_MetadataDeserializer):
+    """A file's index, of no more bytes than one may have."""
+
+    @classmethod
+    def from_io(cls, reader: Any, count: int) -> tuple[Any, Any, bytes]:
+        length = reader.read(cls._total_len_segment.size)
+        (size,) = cls._total_len_segment.unpack(length)
+        if size > _MAX_INDEX_BYTES:
+            raise ValueError(f"its index would have {size:,} bytes")
+        encoded = reader.read(size)
+        return (*cls.from_buffer(encoded, count), length + encoded)
+
+
+class _Header(_TensorHeaderDeserializer):
+    """A tensor's header, of no more bytes than one may have."""
+
+    @classmethod
+    def from_io(
+        cls, reader: Any, zero_hashes: bool = True, check_crypt_info: bool = False
+    ) -> _Header | None:
+        length = reader.read(cls.header_len_segment.size)
+        (size,) = cls.header_len_segment.unpack(length)
+        if size == 0:
+            return None
+        if not len(length) <= size <= _MAX_HEADER_BYTES:
+            raise ValueError(f"the header of a tensor would have {size:,} bytes")
+        buffer = bytearray(size)
+        buffer[: len(length)] = length
+        reader.readinto(memoryview(buffer)[len(length) :])
+        found = cls(buffer, zero_hashes=zero_hashes, check_crypt_info=check_crypt_info)
+        # Past a tensor that the index does not name, tensorizer goes by it: back, again and again.
+        if found.data_length < 0:
+            raise ValueError(f"a tensor would have {found.data_length:,} bytes")
+        return found
+
+
+# tensorizer has no other place to put them, and looks for them there.
+serialization._MetadataDeserializer = _Index  # type: ignore[misc]
+serialization._TensorHeaderDeserializer = _Header  # type: ignore[misc]
+
+
 class Deserializer(TensorDeserializer):
     """Reads with several threads where tensorizer would not know how to open the file again.
+
+    What a file says of itself makes it take no memory before it was held against what can be.
 
     Every tensor's own header is held against the index of the file. tensorizer believes the
     header: with one flipped bit in the size there it hands out a tensor of zeros, which neither
@@ -127,6 +188,11 @@ class Deserializer(TensorDeserializer):
     ) -> None:
         self._reopen_stream = reopen
         super().__init__(stream, **arguments)
+        try:
+            _require_possible(self._metadata.values())
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         super().close()
@@ -191,7 +257,7 @@ class Deserializer(TensorDeserializer):
                 stream.close()
 
     def _read_one(self, stream: Any, entry: Any, room: memoryview) -> None:
-        header = _TensorHeaderDeserializer.from_io(stream)
+        header = _Header.from_io(stream)
         if header is None or header.name != entry.name:
             raise ValueError(f"its index leads to no tensor {entry.name.normalize_()!r}")
         self._require_same(header, entry)
@@ -238,6 +304,25 @@ class Deserializer(TensorDeserializer):
             stored = [one.hash.hex() for one in header.hashes if one.type == HashType.SHA256]
             if stored != [wanted]:
                 raise ManifestError(f"{self.published.refusal} (tensor {name!r} is another)")
+
+
+def _require_possible(entries: Iterable[Any]) -> None:
+    """Raise ValueError for an index with an entry that is of no tensor."""
+    absent = 0
+    for entry in entries:
+        name, header = entry.name.normalize_(), entry.data_offset - entry.offset
+        if not 0 < header <= _MAX_HEADER_BYTES:
+            raise ValueError(f"the header of tensor {name!r} would have {header:,} bytes")
+        numpy_name, *opaque = entry.dtype.split(OPAQUE_DTYPE_SEP)
+        if len(opaque) > 1 or not _DTYPE.fullmatch(numpy_name):
+            raise ValueError(f"tensor {name!r} is of no type: {entry.dtype[:80]!r}")
+        size = math.prod(entry.shape) * numpy.dtype(numpy_name).itemsize
+        absent += 0 if entry.data_length else size
+        if entry.data_length not in (0, size) or absent > _MAX_ABSENT_BYTES:
+            raise ValueError(
+                f"tensor {name!r} of shape {entry.shape} would have {size:,} bytes, and has "
+                f"{entry.data_length:,}"
+            )
 
 
 def find(uri: str, given: Mapping[str, Any]) -> TensorFile:

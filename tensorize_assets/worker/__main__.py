@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import traceback
@@ -19,6 +18,7 @@ from dagster_pipes import (
     open_dagster_pipes,
 )
 
+from tensorize_assets.core import processes
 from tensorize_assets.core.errors import (
     PreflightError,
     StoreUnavailableError,
@@ -37,6 +37,7 @@ from tensorize_assets.core.protocol import (
     parse_request,
 )
 from tensorize_assets.core.releases import installed, require_supported
+from tensorize_assets.core.store import advice
 from tensorize_assets.core.tasks import (
     AdaptersRequest,
     EncryptRequest,
@@ -91,8 +92,8 @@ def main(
         )
         return 2
     signal.signal(signal.SIGTERM, _leave)
-    # A core dump would hold the keys.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    # It would hold the keys.
+    processes.forbid_core_dumps()
     session.end_with_parent()
     session.secrets()
     sodium.provide()
@@ -144,9 +145,12 @@ def answer(
     except TensorizeAssetsError as error:
         return WorkerFailure(kind="failed", message=str(error))
     except Exception as error:  # noqa: BLE001 - whatever a library raises is reported as such
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.filename is not None:
+            message = f"{error.filename}: {error.strerror}; {advice(error)}"
         return WorkerFailure(
             kind="failed",
-            message=f"{type(error).__name__}: {error}",
+            message=message,
             traceback=traceback.format_exc(),
         )
 

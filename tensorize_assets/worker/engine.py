@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from vllm.plugins import load_general_plugins
 
 from tensorize_assets.core.errors import PreflightError, StoreError, StoreUnavailableError
 from tensorize_assets.core.releases import lora_rank
+from tensorize_assets.core.scratch import private_folder
 from tensorize_assets.core.tasks import Answers, Device, Output, TokenScore
 from tensorize_assets.vllm_plugin import report
 from tensorize_assets.vllm_plugin.loader import TensorizedModelLoader
@@ -102,12 +102,12 @@ def load_reports() -> Iterator[Path]:
     Raises:
         PreflightError: vLLM has not found our plugin, which makes the reports.
     """
-    with TemporaryDirectory(prefix="load-report-") as folder:
+    with private_folder() as folder:
         before = os.environ.get(report.FOLDER_VARIABLE)
-        os.environ[report.FOLDER_VARIABLE] = folder
+        os.environ[report.FOLDER_VARIABLE] = str(folder)
         try:
             _require_plugin()
-            yield Path(folder)
+            yield folder
         finally:
             if before is None:
                 del os.environ[report.FOLDER_VARIABLE]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import sys
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tensorize_assets.core import shard_parts
+from tensorize_assets.core import processes, shard_parts
 from tensorize_assets.core.errors import (
     PreflightError,
     StoreUnavailableError,
@@ -131,7 +130,7 @@ def rank_task(tasks_of: str, payload: Any, sealed: str | None, said: Any) -> dic
     # Of the job's driver, which has the only session.
     for variable in [key for key in os.environ if key.startswith("DAGSTER_PIPES_")]:
         del os.environ[variable]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    processes.forbid_core_dumps()
     sodium.provide()
     logs.set_up()
 

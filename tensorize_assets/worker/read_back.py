@@ -16,9 +16,17 @@ from tensorize_assets.core.manifest import TensorEntry
 from tensorize_assets.worker import secretbox
 from tensorize_assets.worker.module_tensors import MARKER
 from tensorize_assets.worker.secretbox import MAC_BYTES, Bytes
-from tensorize_assets.worker.tensor_file import END, KINDS, dtype_name
+from tensorize_assets.worker.tensor_file import (
+    CHUNK_BYTES,
+    END,
+    KINDS,
+    dtype_name,
+    has_index_of_another_size,
+)
 
 _CHUNK = 8 << 20
+# Of a tensor's header, which grows by 16 bytes for each 2 MiB of an encrypted tensor.
+_MAX_HEADER_BYTES = 2 << 20
 
 
 def read_back(
@@ -50,6 +58,10 @@ def _read(
     path: Path, tensors: list[TensorEntry], needs_marker: bool, key: Bytes | None
 ) -> Iterator[bytes]:
     encryption = None if key is None else DecryptionParams.from_key(bytes(key))
+    # tensorizer would make room for any index.
+    with path.open("rb") as file:
+        if has_index_of_another_size(file):
+            raise _damaged(path, "its index has another size")
     with TensorDeserializer(
         str(path), device="cpu", lazy_load=True, encryption=encryption
     ) as reader:
@@ -61,6 +73,8 @@ def _read(
             # Nothing lies between tensors: a gap is one that fell out of the index.
             if file.tell() != entry.offset:
                 raise _damaged(path, f"bytes {file.tell()} to {entry.offset} are of no tensor")
+            if entry.data_offset - entry.offset > _MAX_HEADER_BYTES:
+                raise _damaged(path, f"the header of tensor {entry.name} is too large")
             header_bytes = file.read(entry.data_offset - entry.offset)
             yield header_bytes
             header = tensorizer_format._TensorHeaderDeserializer(
@@ -114,7 +128,8 @@ class _Opened:
 
     def __init__(self, path: Path, name: str, header: Any, key: Bytes, digest: Any) -> None:
         (method,) = header.crypt_info.chunks
-        if not isinstance(method, tensorizer_crypt_info.XSalsa20ParallelChunk):
+        parallel = isinstance(method, tensorizer_crypt_info.XSalsa20ParallelChunk)
+        if not parallel or method.chunk_size != CHUNK_BYTES:
             raise _damaged(path, f"tensor {name!r} is encrypted in another way")
         self.chunk_bytes = method.chunk_size
         self._path, self._name, self._method = path, name, method

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ _ENCRYPTED_VERSION = 3
 FLAGS_VERSION = 4
 _PLAIN_VERSIONS = (1, 2, 4)
 
+_DTYPE = re.compile(r"[<>=|]?[a-zA-Z?]\d{0,2}")
+
 _CRC32 = b"\x00\x04"
 _SHA256 = b"\x01\x20"
 _XSALSA20 = 2
@@ -62,6 +65,9 @@ def dtype_name(stored: str) -> str:
     """Return torch's name of a dtype as a file has it."""
     # Types numpy does not have are stored as "<numpy type>\0<torch type>".
     numpy_name, _, torch_name = stored.partition("\0")
+    # numpy's names of types are a language, and its parser's errors any.
+    if not _DTYPE.fullmatch(numpy_name):
+        raise ValueError(f"{stored[:80]!r} is no type")
     return torch_name.removeprefix("torch.") or numpy.dtype(numpy_name).name
 
 
@@ -250,6 +256,13 @@ def read_index(file: BinaryIO, where: str) -> Index:
         return _index(file, where)
     except BROKEN as error:
         raise damaged(where, f"{type(error).__name__}: {error}") from error
+
+
+def has_index_of_another_size(file: BinaryIO) -> bool:
+    """Whether `file` says that its index is larger or smaller than tensorizer's is."""
+    raw = file.read(_FILE_HEADER.size)
+    whole = len(raw) == _FILE_HEADER.size and raw.startswith(_MAGIC)
+    return whole and _FILE_HEADER.unpack(raw)[-1] != _INDEX_BYTES
 
 
 def damaged(where: str, how: str) -> WorkerError:

@@ -357,6 +357,7 @@ def test_retry_after_says_how_long_to_wait(
     assert least <= answer.wait_s <= most
 
 
+@pytest.mark.fault("Secrets", "an alert that cannot be sent", "its URL is in no error and no log")
 def test_neither_an_error_nor_a_log_holds_the_url(
     receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ def test_it_is_gone_at_the_end(start: Start, parent: Path) -> None:
     assert [] == list(parent.iterdir())
 
 
+@pytest.mark.fault("Secrets", "a process that holds keys in memory is killed", "swept by the next")
 def test_a_killed_workers_is_removed_by_the_next(start: Start, parent: Path) -> None:
     """And a living one's is not: two workers may check one artifact, on two devices."""
     alive = held(start())
@@ -87,6 +88,7 @@ def test_a_killed_workers_is_removed_by_the_next(start: Start, parent: Path) -> 
     assert {alive, new} == set(parent.iterdir())
 
 
+@pytest.mark.fault("Secrets", "the place for keys is one that others can enter", "refused")
 def test_a_place_that_others_can_enter_is_refused(start: Start, parent: Path) -> None:
     """Whoever made it first in a /tmp of all would read the keys."""
     parent.mkdir()
@@ -95,6 +97,7 @@ def test_a_place_that_others_can_enter_is_refused(start: Start, parent: Path) ->
     assert [] == list(parent.iterdir())
 
 
+@pytest.mark.fault("Secrets", "the place for keys is a link", "refused")
 def test_a_link_to_another_place_is_refused(start: Start, parent: Path) -> None:
     """Its owner can change where it leads."""
     elsewhere = parent.with_name("elsewhere")

@@ -144,6 +144,7 @@ def test_no_two_builds_share_a_key_or_an_id(store: LocalStore) -> None:
     assert all(re.fullmatch("[0-9a-f]{16}", key_id) for key_id, _ in made)
 
 
+@pytest.mark.fault("Secrets", "what the store has of a data key", "only sealed")
 def test_nothing_stored_holds_the_key(store: LocalStore) -> None:
     """The root is readable by many, and copied about."""
     key_id, key = make(store, "ab")
@@ -673,6 +674,9 @@ def test_a_private_key_is_made_once_and_private(tmp_path: Path) -> None:
     assert ["anna.key"] == os.listdir(path.parent)
 
 
+@pytest.mark.fault(
+    "Secrets", "a private key that other users can open", "refused, with the command that mends it"
+)
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o610])
 def test_a_private_key_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
     """Whoever read it opens every build; a silent chmod would hide that."""
@@ -789,6 +793,7 @@ def test_a_path_that_cannot_be_used_says_so(tmp_path: Path) -> None:
         sealing.load_private_key(tmp_path / "folder")
 
 
+@pytest.mark.fault("Secrets", "every error about keys", "no key material in it")
 def test_no_error_and_no_log_tells_key_material(
     store: LocalStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

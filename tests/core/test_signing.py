@@ -158,6 +158,9 @@ def test_a_key_is_made_once_and_private(tmp_path: Path) -> None:
     assert 32 == len(base64.b64decode(path.read_text()))
 
 
+@pytest.mark.fault(
+    "Secrets", "a signing key that other users can open", "refused, with the command that mends it"
+)
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
 def test_a_key_that_others_can_reach_is_refused_with_the_command(tmp_path: Path, mode: int) -> None:
     """Whoever read it can sign anything; a silent chmod would hide that."""

@@ -66,6 +66,7 @@ def test_the_whole_command_on_a_cpu(plain: Manifest) -> None:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "/m"),
         *("--load-format", "tensorizer", "--model-loader-extra-config", json.dumps(settings)),
         *("--tensor-parallel-size", "2", "--dtype", "bfloat16", "--served-model-name", MODEL),
+        *("--host", "127.0.0.1"),
         *("--kv-cache-memory-bytes", str(1 << 30), "--port", "8000"),
     ]
     assert expected == served(plain, "--port", "8000").command

@@ -103,6 +103,9 @@ def test_two_servers_run_beside_each_other(s3: LocalS3, server: LocalS3) -> None
     )
 
 
+@pytest.mark.fault(
+    "Secrets", "by its defaults: a local S3 server of its own", "listens on loopback alone"
+)
 def test_everything_listens_on_loopback(server: LocalS3) -> None:
     """Its own defaults open ports on every interface."""
     assert server.pid is not None

@@ -392,6 +392,7 @@ def test_without_a_way_to_a_cluster_it_says_what_to_set(cluster: FakeKubernetes)
     assert "launchers.k8s.kubeconfig" in str(launch.error)
 
 
+@pytest.mark.fault("Secrets", "secrets of a worker that is a pod", "sealed in its request")
 def test_secrets_are_sealed_on_their_way(cluster: FakeKubernetes):
     """A pod's spec can be read by whoever may list pods; so can its log."""
     keys = sealing.generate_private_key(cluster.folder / "key")

@@ -135,7 +135,8 @@ def test_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     descriptors = len(os.listdir("/proc/self/fd"))
     launch = _launch("answer", secrets={"data-key": _SECRET})
     assert launch.error is None
-    assert list(tmp_path.iterdir()) == []
+    (place,) = tmp_path.iterdir()
+    assert list(place.iterdir()) == []
     assert [thread.name for thread in set(threading.enumerate()) - threads] == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -359,6 +360,11 @@ def test_printed_lines_keep_their_level_and_rank():
     ]
 
 
+@pytest.mark.fault(
+    "Secrets",
+    "a worker logs and prints its secret, in every way",
+    "masked; not in its arguments, environment or descriptors",
+)
 def test_secrets_reach_the_worker_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     """argv and environment show in `ps` and crash reports; logs are kept for ever."""
     for variable in ("HF_TOKEN", KEY_VARIABLE, PRIVATE_KEY_VARIABLE):
@@ -377,6 +383,7 @@ def test_secrets_reach_the_worker_and_nothing_else(monkeypatch: pytest.MonkeyPat
     assert _SECRET.decode() not in logged
 
 
+@pytest.mark.fault("Secrets", "a worker raises with its secret", "masked")
 def test_secrets_stay_out_of_errors():
     """A library may well print the key that it cannot use."""
     launch = _launch("reveal", number=1, secrets={"data-key": _SECRET})

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -45,6 +44,7 @@ from tensorize_assets.core.protocol import (
     redact,
 )
 from tensorize_assets.core.rank_resources import RankResources
+from tensorize_assets.core.scratch import private_folder
 from tensorize_assets.core.sealing import PRIVATE_KEY_VARIABLE
 from tensorize_assets.core.signing import KEY_VARIABLE
 from tensorize_assets.core.worker_versions import WorkerVersions
@@ -130,12 +130,16 @@ class SubprocessLauncher(Launcher):
         output = _Output(context.log, hidden)
         kills = processes.oom_kills()
         start = time.monotonic()
-        with dg.open_pipes_session(
-            context=context,
-            context_injector=dg.PipesTempFileContextInjector(),
-            message_reader=_MessageReader(context.log, hidden),
-            extras={REQUEST_EXTRA: request.model_dump(mode="json")},
-        ) as pipes:
+        with (
+            # Not Dagster's own temporary files, which stay for ever when this process is killed.
+            private_folder() as folder,
+            dg.open_pipes_session(
+                context=context,
+                context_injector=dg.PipesFileContextInjector(str(folder / "context")),
+                message_reader=_MessageReader(folder / "messages", context.log, hidden),
+                extras={REQUEST_EXTRA: request.model_dump(mode="json")},
+            ) as pipes,
+        ):
             try:
                 with _handed_over(secrets or {}) as descriptor:
                     worker.process = self._start(worker.launch, pipes, descriptor)
@@ -340,32 +344,31 @@ def _handed_over(secrets: Mapping[str, bytes]) -> Generator[int | None]:
 
 
 class _MessageReader(dg.PipesMessageReader):
-    """Reads the worker's messages from a temporary file.
+    """Reads the worker's messages from the file at `path`.
 
     Unlike Dagster's PipesTempFileMessageReader it waits for the end of a line, so that a result
     of megabytes is not parsed half-written, takes the half line of a killed worker for what it
     is, and keeps secrets out of the log.
     """
 
-    def __init__(self, log: dg.DagsterLogManager, secrets: Sequence[bytes]) -> None:
+    def __init__(self, path: Path, log: dg.DagsterLogManager, secrets: Sequence[bytes]) -> None:
+        self._path = path
         self._log = log
         self._secrets = secrets
 
     @contextmanager
     def read_messages(self, handler: dg.PipesMessageHandler) -> Generator[PipesParams]:
         closed = threading.Event()
-        with tempfile.TemporaryDirectory(prefix="worker-messages-") as folder:
-            path = Path(folder) / "messages"
-            path.touch()
-            thread = threading.Thread(
-                target=self._read, args=(path, handler, closed), name="messages", daemon=True
-            )
-            thread.start()
-            try:
-                yield {PipesDefaultMessageWriter.FILE_PATH_KEY: str(path)}
-            finally:
-                closed.set()
-                thread.join()
+        self._path.touch()
+        thread = threading.Thread(
+            target=self._read, args=(handler, closed), name="messages", daemon=True
+        )
+        thread.start()
+        try:
+            yield {PipesDefaultMessageWriter.FILE_PATH_KEY: str(self._path)}
+        finally:
+            closed.set()
+            thread.join()
 
     @property
     def expected_writer_count(self) -> int:
@@ -375,8 +378,8 @@ class _MessageReader(dg.PipesMessageReader):
     def no_messages_debug_text(self) -> str:
         return "The worker writes its messages to a temporary file."
 
-    def _read(self, path: Path, handler: dg.PipesMessageHandler, closed: threading.Event) -> None:
-        for line in _complete_lines(path, closed):
+    def _read(self, handler: dg.PipesMessageHandler, closed: threading.Event) -> None:
+        for line in _complete_lines(self._path, closed):
             try:
                 message = cast("PipesMessage", json.loads(line))
                 params = message["params"]

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +44,7 @@ from tensorize_assets.core.protocol import (
 )
 from tensorize_assets.core.rank_resources import RankResources, bytes_of
 from tensorize_assets.core.s3 import is_s3
+from tensorize_assets.core.scratch import private_folder
 from tensorize_assets.core.tasks import ShardRequest
 from tensorize_assets.resources.launchers.base import (
     CRASHES,
@@ -133,8 +133,10 @@ class RayLauncher(Launcher):
         job.require_room(amounts)
         extras: dict[str, Any] = {REQUEST_EXTRA: request.model_dump(mode="json")}
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="tensorize-ray-") as working_dir:
-            folder = Path(working_dir)
+        with private_folder() as place:
+            # Apart from the lock: Ray takes all of it to the cluster.
+            folder = place / "job"
+            folder.mkdir()
             reserved: dict[str, Any] = {}
             if isinstance(request, ShardRequest) and request.sharding == "virtual":
                 (folder / RANKS_FILE).write_text(_rank_tasks(settings, amounts, sealed))
@@ -155,7 +157,7 @@ class RayLauncher(Launcher):
                             "entrypoint": self._entrypoint(),
                             "metadata": {STEP: step_of(context)},
                             "runtime_env": {
-                                "working_dir": working_dir,
+                                "working_dir": str(folder),
                                 "env_vars": _environment(settings),
                             },
                             **reserved,
