@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -45,10 +46,13 @@ def one(folder: Path, directory: str) -> None:
     from tensorize_assets.worker.session import Progress
 
     request = requests_in(folder).model_copy(update={"directory": directory})
-    began = time.perf_counter()
+    began, before = time.perf_counter(), psutil.cpu_times()
     result = shard.run(request, Progress.silent())
-    seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "bytes": result.source_bytes, "stages": result.seconds}))
+    seconds, after = time.perf_counter() - began, psutil.cpu_times()
+    # Of the whole machine: the S3 server's work is the same whoever asks it.
+    idle = after.idle - before.idle + after.iowait - before.iowait
+    busy = 1 - idle / (seconds * (os.cpu_count() or 1))
+    print(json.dumps({"seconds": seconds, "bytes": result.source_bytes, "busy": busy}))
 
 
 def on_ray(folder: Path, directory: str) -> None:
@@ -167,6 +171,11 @@ def _table(found: dict[str, list[dict[str, float]]], size: int) -> None:
         )
     Console().print(f"TP={RANKS} of {size / 1e9:.2f} GB, medians of {len(found['one'])}")
     Console().print(table)
+    busy = statistics.median(one["busy"] for one in found["one"])
+    Console().print(
+        f"One process has {busy:.0%} of the machine's cores busy: the same work spread over all of "
+        f"them takes {busy:.2f} of its time at least."
+    )
 
 
 if __name__ == "__main__":

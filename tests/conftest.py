@@ -32,6 +32,8 @@ _LAST_LINES = 40
 # What is begun first, so that no process of tests ends with minutes of it alone: files of few tests
 # that take long. Files of one line share fixtures that take half a minute, and go to one process.
 _FIRST = (
+    ("faults/test_kills.py",),
+    ("faults/test_kills_mirrored.py",),
     ("test_demo.py",),
     ("live/test_fleet.py",),
     ("serving/test_endpoint.py",),
@@ -61,6 +63,8 @@ _FIRST = (
     # Each starts a Ray cluster.
     ("launchers/test_same_build.py", "launchers/test_ray.py"),
     ("launchers/test_k8s.py",),
+    ("faults/test_soak.py",),
+    ("faults/test_daemon_kills.py",),
     ("worker/test_reload_s3.py",),
     ("worker/test_engine.py",),
     ("worker/test_lora.py",),

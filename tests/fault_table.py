@@ -1,11 +1,14 @@
 """A pytest plugin: the table of faults, phases and outcomes that docs/faults.md shows.
 
 A test that holds a cell of it is marked `@pytest.mark.fault(fault, phase, outcome)`, a parameter of
-a test by `pytest.param(..., marks=...)`. `--fault-table FILE` writes the table of what ran.
+a test by `pytest.param(..., marks=...)`. `--fault-cells FILE` adds the cells of what ran to a file,
+a line of JSON each; `python tests/fault_table.py CELLS PAGE` writes the table of them to a page.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -29,13 +32,13 @@ class Cell(NamedTuple):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fault-table", type=Path, help="write the table of the tests marked `fault` to this file"
+        "--fault-cells", type=Path, help="add the cells of the tests marked `fault` to this file"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Table(config.getoption("--fault-table")), "fault-table")
+        config.pluginmanager.register(_Table(config.getoption("--fault-cells")), "fault-table")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,10 +81,9 @@ class _Table:
             for test, marks in self._marks.items()
             for mark in marks
         ]
-        before, _, rest = self._file.read_text().partition(_BEGIN)
-        _, _, after = rest.partition(_END)
-        text = f"{before}{_BEGIN}\n{render(cells)}\n{_END}{after}"
-        self._file.write_text(text)
+        with self._file.open("a") as file:
+            for cell in cells:
+                file.write(json.dumps(cell) + "\n")
 
 
 def render(cells: Iterable[Cell]) -> str:
@@ -101,5 +103,17 @@ def render(cells: Iterable[Cell]) -> str:
     return "\n".join(lines)
 
 
+def main(cells: Path, page: Path) -> None:
+    """Write the table between the marks of the page."""
+    found = [Cell(*json.loads(line)) for line in cells.read_text().splitlines()]
+    before, _, rest = page.read_text().partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    page.write_text(f"{before}{_BEGIN}\n{render(found)}\n{_END}{after}")
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

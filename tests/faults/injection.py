@@ -29,7 +29,8 @@ class Rule:
         the file `fired` + ".go"; `tell`, write a line for every call to the file `fired`.
     match: a regular expression that is found in the arguments, as text.
     nth: which of the calls that match, counted in each process.
-    fired: a file that is made when it was done: it is done once, whatever runs again.
+    fired: a file that is made when it is done, with the number of the process: it is done once,
+        whatever runs again.
     """
 
     at: str

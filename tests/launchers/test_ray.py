@@ -50,9 +50,10 @@ from tensorize_assets.resources.launchers.local import SubprocessLauncher
 from tensorize_assets.resources.launchers.ray import RayLauncher
 
 _HERE = Path(__file__).parent
-sys.path.insert(0, str(_HERE))
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "faults")]
 
 from fake_workers.messages import FakeRequest, FakeResult  # noqa: E402
+from injection import Rule, environment  # noqa: E402
 from ray_cluster import Node, RayCluster  # noqa: E402
 
 _PYTHONPATH = os.pathsep.join([str(_HERE), str(Path(tensorize_assets.__file__).parents[1])])
@@ -583,12 +584,12 @@ def test_a_job_ends_after_dagster_was_killed(
 
 @pytest.mark.engine
 def test_a_build_goes_on_when_a_node_is_lost(cluster: Cluster, tiny_models: Path, tmp_path: Path):
-    """TP=2, a rank a node; the second node is killed while it builds, and the first one does both.
+    """TP=2, a rank a node; one is killed while it builds, and the other one does both.
 
     The files are those of a build in one process.
     """
-    _, second = cluster.nodes()
-    scratch = tmp_path / "nodes"
+    nodes = cluster.nodes()
+    scratch, held = tmp_path / "nodes", tmp_path / "held"
     request = ShardRequest(
         model="tiny/llama",
         suffix="tp2",
@@ -599,13 +600,20 @@ def test_a_build_goes_on_when_a_node_is_lost(cluster: Cluster, tiny_models: Path
         dtype="bfloat16",
         tensor_parallel_size=2,
     )
-    launcher = _launcher(cluster, module="tensorize_assets.worker.ray_ranks", scratch=str(scratch))
+    # One of the ranks waits in the middle of its work, and its node is killed.
+    rule = Rule("tensorize_assets.worker.write_shard:write_shard", "after", "hold", str(held))
+    launcher = _launcher(
+        cluster,
+        module="tensorize_assets.worker.ray_ranks",
+        scratch=str(scratch),
+        env=environment([rule], *map(Path, _PYTHONPATH.split(os.pathsep))),
+    )
 
     def kill() -> None:
-        # The first of them: a tiny model's rank takes a second or two from there to its end, and
-        # the other one has said where it is before its imports.
-        killed.append(_eventually(lambda: any(scratch.glob("ranks-*")), 90))
-        second.kill()
+        killed.append(_eventually(lambda: held.exists() and held.read_text() != "", 90))
+        rank = int(held.read_text())
+        (lost,) = [node for node in nodes if rank in {one.pid for one in node.processes()}]
+        lost.kill()
 
     killed: list[bool] = []
     killer = threading.Thread(target=kill)

@@ -37,9 +37,11 @@ class _Rule:
             return False
         try:
             # Once, in whichever process comes first.
-            os.close(os.open(self.fired, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            descriptor = os.open(self.fired, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return False
+        os.write(descriptor, str(os.getpid()).encode())
+        os.close(descriptor)
         return True
 
     def fire(self):
