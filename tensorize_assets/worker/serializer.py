@@ -9,6 +9,8 @@ from typing import Any
 
 from tensorizer import TensorSerializer
 
+from tensorize_assets.core.store import explained
+
 
 @contextmanager
 def serializer(path: Path, **kwargs: Any) -> Iterator[TensorSerializer]:
@@ -18,8 +20,10 @@ def serializer(path: Path, **kwargs: Any) -> Iterator[TensorSerializer]:
     them when it raises: they would go on into whatever file gets that number next. So the file is
     closed after they ended. It is always a plain file: tensorizer's own S3 stream uploads a partial
     one when an exception closes it, or when it is merely collected.
+
+    Raises StoreError, with the path and what to do, for an error of the disk.
     """
-    with path.open("wb+") as file:
+    with explained("write", str(path)), path.open("wb+") as file:
         writer = TensorSerializer(file, **kwargs)
         try:
             yield writer

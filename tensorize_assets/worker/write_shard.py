@@ -16,6 +16,7 @@ from tensorizer._NumpyTensor import _NumpyTensor
 
 from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.manifest import TensorEntry
+from tensorize_assets.core.store import explained
 from tensorize_assets.worker import secretbox
 from tensorize_assets.worker.encrypt_shard import check_key
 from tensorize_assets.worker.module_tensors import MARKER, marker, module_tensors
@@ -44,6 +45,7 @@ def write_shard(
 
     Raises:
         WorkerError: a tensor has no values; tensorizer would store it as zeros.
+        StoreError: the disk refuses the file.
     """
     _prepare(model)
     _serialize(lambda writer: writer.write_module(model), path, serialization_kwargs, written)
@@ -84,11 +86,8 @@ def _serialize(
         finally:
             done.set()
             watcher.join()
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with explained("write", str(path)), path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_encrypted_shard(
@@ -129,7 +128,11 @@ def write_encrypted(
     check_key(key, path.name)
     found: list[TensorEntry] = []
     index = _index(tensors)
-    with path.open("wb") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with (
+        explained("write", str(path)),
+        path.open("wb") as file,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+    ):
         file.write(index.packed())
         for entry, (_, _, module, tensor) in zip(index.entries, tensors, strict=True):
             data = _bytes(tensor) if entry.size else memoryview(b"")

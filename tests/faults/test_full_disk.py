@@ -1,0 +1,162 @@
+"""A disk that runs full, for real: small file systems in memory, filled at each phase of a build.
+
+It takes the right to mount one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from chain import Place, Told
+from chain_home import MODEL, Home
+from injection import Rule, environment
+from points import ASSETS
+
+from tensorize_assets.core import layout
+from tensorize_assets.core.verify import verify_directory
+from tensorize_assets.demo.hub_server import LocalHub, folder_files
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+_HERE = Path(__file__).parent
+_SIZE = "size=80m"
+_TOO_LONG_S = 240
+
+
+class Moment(NamedTuple):
+    """A call in a build, before which the disk of a folder of the home is filled."""
+
+    asset: str
+    what: str
+    folder: str
+    at: str
+    match: str = ""
+
+
+_STORE = "tensorize_assets.core.local_store:LocalStore"
+MOMENTS = (
+    Moment("hf_snapshot", "the download", "hub", "tensorize_assets.core.hub:_fetch"),
+    Moment(
+        "tensorized_shards",
+        "writing the shard",
+        "artifacts",
+        "tensorize_assets.worker.write_shard:write_shard",
+    ),
+    Moment("artifact", "the config files", "artifacts", f"{_STORE}.put_file", "/config.json"),
+    Moment("artifact", "the manifest", "artifacts", f"{_STORE}.put_bytes", "/manifest.json "),
+    Moment("reload_check", "the evidence", "artifacts", f"{_STORE}.put_bytes", "^evidence/"),
+    Moment("published", "the channel", "artifacts", f"{_STORE}.put_bytes", "^vllm/[^ ]*/v1.json "),
+)
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", _SIZE, "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator[Place]:
+    """A home whose root (with scratch) and Hub cache are on small disks."""
+    folder = tmp_path_factory.mktemp("full") / "home"
+    with LocalHub() as hub, _small_disk(folder / "artifacts"), _small_disk(folder / "hub"):
+        hub.commit(MODEL, folder_files(sources / "llama"))
+        made = Place(str(folder), hub.endpoint, "artifacts", None)
+        made.home.write_catalog({MODEL: {"v1": {}}})
+        yield made
+
+
+def _start(place: Place, assets: tuple[str, ...], *rules: Rule) -> subprocess.Popen[str]:
+    variables = environment(rules, _HERE, _HERE.parent / "assets", _HERE.parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-m", "chain", json.dumps(asdict(place)), ",".join(assets)],
+        env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def _told(started: subprocess.Popen[str]) -> Told:
+    return Told(**json.loads(started.communicate(timeout=_TOO_LONG_S)[0].splitlines()[-1]))
+
+
+def _fill(folder: Path) -> Path:
+    """Take all that is free on the disk of `folder`; remove what is returned to give it back."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+    return filler
+
+
+def _require_whole(home: Home) -> None:
+    keys = [key for key in home.store.list("vllm/") if key.endswith(f"/{layout.MANIFEST}")]
+    for key in keys:
+        assert verify_directory(home.store, key.rpartition("/")[0], home.trusted).ok
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(
+            moment,
+            id=f"{moment.asset}-{moment.what}",
+            marks=pytest.mark.fault(
+                "Bad disk",
+                f"{moment.asset}, {moment.what}: a small disk is full",
+                "refused: no space left, and where; the next run goes on",
+            ),
+        )
+        for moment in MOMENTS
+    ],
+)
+def test_a_full_disk_is_named_and_nothing_half_is_seen(
+    place: Place, moment: Moment, tmp_path: Path
+) -> None:
+    held = tmp_path / "held"
+    upto = ASSETS[: ASSETS.index(moment.asset) + 1]
+    running = _start(place, upto, Rule(moment.at, "before", "hold", str(held), moment.match))
+    deadline = time.monotonic() + _TOO_LONG_S
+    while not held.exists():
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    disk = Path(place.folder) / moment.folder
+    filler = _fill(disk)
+    held.with_suffix(".go").touch()
+    failures = _told(running).failures
+    filler.unlink()
+    assert [moment.asset] == list(failures)
+    assert re.search("(?i)no space left|disk (is|became) full", failures[moment.asset])
+    assert str(disk) in failures[moment.asset]
+    _require_whole(place.home)
+
+
+@pytest.mark.fault("Bad disk", "after each of these disks was full", "published")
+def test_the_last_run_goes_to_the_end(place: Place) -> None:
+    assert _told(_start(place, ASSETS)).failures == {}
+    _require_whole(place.home)
+    assert 1 == len(place.home.channel())
