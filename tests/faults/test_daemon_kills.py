@@ -73,7 +73,8 @@ def home(tmp_path: Path, tiny_models: Path) -> Iterator[Home]:
         made.write_catalog({MODEL: {"v1": {}}})
         settings = yaml.safe_load(_SETTINGS.read_text())
         settings["run_coordinator"]["config"]["dequeue_interval_seconds"] = 1
-        settings["run_monitoring"]["poll_interval_seconds"] = 2
+        # Of a run whose process was gone before it said anything.
+        settings["run_monitoring"] |= {"poll_interval_seconds": 2, "start_timeout_seconds": 20}
         (made.folder / "dagster.yaml").write_text(yaml.safe_dump(settings))
         (made.folder / "defs_of_home.py").write_text(_CODE)
         with dg.DagsterInstance.from_config(str(made.folder)) as instance:
@@ -150,7 +151,8 @@ def _require_one_build(home: Home) -> None:
 
         _wait("the end of all runs", home, over)
         builds = [run for run in instance.get_runs() if run.job_name == "build"]
-        keys = [run.tags["dagster/run_key"] for run in builds]
+        # A run that was lost is tried again as another one of the same key.
+        keys = [run.tags["dagster/run_key"] for run in builds if run.parent_run_id is None]
         assert len(keys) == len(set(keys)), keys
         assert 1 == len([run for run in builds if run.is_success])
         # Nothing of a pool is taken any more.
