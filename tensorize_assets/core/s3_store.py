@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -370,14 +371,14 @@ class S3Store:
             except StoreUnavailableError as error:
                 raise _BrokenOff(str(error)) from None
 
-    def _put_if(self, key: str, data: bytes, condition: dict[str, Any]) -> str:
+    def _put_if(self, key: str, data: bytes, condition: dict[str, Any]) -> _Seen:
         """Write under a condition; a write that meets another of the same moment comes again."""
         client_error: Any = self._client.exceptions.ClientError
 
         def at_once(error: BaseException) -> bool:
             return isinstance(error, client_error) and code_of(error) in _AT_ONCE
 
-        return tenacity.Retrying(
+        answer = tenacity.Retrying(
             retry=tenacity.retry_if_exception(at_once),
             stop=tenacity.stop_after_attempt(_CONFLICT_ATTEMPTS),
             wait=tenacity.wait_random_exponential(0.05, max=1),
@@ -388,13 +389,14 @@ class S3Store:
             Body=data,
             **checksum(self._client, data),
             **condition,
-        )["ETag"]
+        )
+        return _Seen(answer["ETag"], _when(answer["ResponseMetadata"]["HTTPHeaders"].get("date")))
 
-    def _until_seen(self, key: str, write: Callable[[], str], before: str | None) -> str:
+    def _until_seen(self, key: str, write: Callable[[], _Seen], before: str | None) -> str:
         """Write until what was written is there to be seen, and return its ETag.
 
         It was lost where nothing is there, or the ETag `before` still stands; without `before`,
-        where anything else does. With it, another ETag is of who came next.
+        where what is there is older than the answer. Anything else is of who came next.
         """
         for attempt in tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Lost),
@@ -403,21 +405,23 @@ class S3Store:
             reraise=True,
         ):
             with attempt:
-                etag = write()
-                now = self._etag_seen(key, etag)
-                if now != etag and (before is None or now in (_NOTHING, before)):
+                written = write()
+                now = self._seen_now(key, written)
+                is_old = _bare(now.etag) == _bare(before) if before else now.when < written.when
+                if not now.etag or (_bare(now.etag) != _bare(written.etag) and is_old):
                     raise self._lost(key)
-                return etag
+                return written.etag
         raise AssertionError  # not reached: the last attempt's error is raised
 
-    def _etag_seen(self, key: str, said: str) -> str:
-        """Return the ETag of what is there; `said` where it may not be looked at."""
+    def _seen_now(self, key: str, said: _Seen) -> _Seen:
+        """Return what is there; `said` where it may not be looked at."""
         try:
             with self._raw("get", key):
-                return self._client.head_object(**self._at(key))["ETag"]
+                answer = self._client.head_object(**self._at(key))
+                return _Seen(answer["ETag"], answer["LastModified"].timestamp())
         except _Code as error:
             if error.code in ABSENT:
-                return _NOTHING
+                return _Seen(_NOTHING, 0)
             # Whoever may only write takes the server at its word.
             if error.code in DENIED:
                 return said
@@ -724,6 +728,13 @@ class _Code(Exception):
         self.meaning = meaning
 
 
+class _Seen(NamedTuple):
+    """An object's ETag, and when it was written: by the server's clock, in whole seconds."""
+
+    etag: str
+    when: float
+
+
 class _BrokenOff(StoreUnavailableError):
     """The body of an answer ended early."""
 
@@ -911,9 +922,21 @@ def _upto(size: int, chunks: Iterable[bytes], hasher: Hasher) -> Iterator[bytes]
         yield chunk
 
 
+def _bare(etag: str) -> str:
+    """An ETag as servers and what is before them agree on it."""
+    return etag.removeprefix("W/").strip('"')
+
+
+def _when(date: str | None) -> float:
+    """The time of an HTTP header, in seconds of the epoch; 0 for none that is one."""
+    with suppress(TypeError, ValueError):
+        return parsedate_to_datetime(date or "").timestamp()
+    return 0
+
+
 def _fits(found: StoredObject) -> bool:
     """Say whether an object is what its ETag says, where that is the MD5 of its bytes."""
-    said = found.etag.strip('"')
+    said = _bare(found.etag)
     md5 = hashlib.md5(found.data, usedforsecurity=False).hexdigest()
     return said == md5 or not _MD5.fullmatch(said)
 

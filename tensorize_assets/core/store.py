@@ -287,7 +287,8 @@ def explained(action: str, what: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"cannot {action} {what}: {error.strerror}; {advice(error)}") from error
+        said = error.strerror or error
+        raise StoreError(f"cannot {action} {what}: {said}; {advice(error)}") from error
 
 
 def advice(error: OSError) -> str:

@@ -14,7 +14,7 @@ import torch
 from vllm.model_executor.model_loader import default_loader
 
 from tensorize_assets.core import block_hashes, layout
-from tensorize_assets.core.errors import SignatureError, StoreError
+from tensorize_assets.core.errors import SignatureError, StoreError, StoreUnavailableError
 from tensorize_assets.core.manifest import FileEntry
 from tensorize_assets.core.store import Store
 from tensorize_assets.core.tasks import MirroredSnapshot
@@ -37,13 +37,15 @@ def lists_of_blocks(snapshot: MirroredSnapshot, store: Store) -> dict[str, bytes
         if not file.path.endswith(_ENDING):
             return None
         key = layout.snapshot_blocks_key(snapshot.model, file.sha256)
-        stored = store.get_bytes(key)
-        if stored is None:
-            return None
         try:
+            stored = store.get_bytes(key)
+            if stored is None:
+                return None
             found[file.path] = block_hashes.decode(
                 stored.data, file.sha256, file.size, snapshot.trusted, store.uri(key)
             )
+        except StoreUnavailableError:
+            raise
         except (SignatureError, StoreError):
             return None
     return found or None

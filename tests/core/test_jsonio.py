@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tensorize_assets.core import jsonio
+from tensorize_assets.core.errors import StoreError
 from tensorize_assets.core.printable import printable, quoted
 
 
@@ -40,3 +41,12 @@ def test_what_is_not_printable_is_escaped() -> None:
     assert r"\x1b\x07\n\ud800\u202e é" == printable("\x1b\x07\n\ud800\u202e é")
     assert "a\n\\t" == printable("a\n\t", keep="\n")
     assert "'" + "k" * 80 + "'…" == quoted("k" * 100)
+
+
+def test_what_a_document_holds_is_counted_in_one_pass() -> None:
+    """Strings that look like the beginning of names do not have it looked at again and again."""
+    strings = rb"\"" * 3_000_000
+    document = b'{"a":"' + b":" * 70_000 + b'","b":"' + strings
+    with pytest.raises(StoreError, match=r"the document"):
+        jsonio.parse(document, "the document")
+    assert set(jsonio.parse(document + b'"}', "the document")) == {"a", "b"}

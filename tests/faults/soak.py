@@ -27,6 +27,8 @@ from tensorize_assets.resources.launchers.k8s import K8sLauncher
 from tensorize_assets.resources.launchers.ray import RayLauncher
 
 _WORKER = "stand_in.worker"
+MARK = "FAULT_SOAK"
+"""Of every process of this soak, and of no other test's."""
 # Of a worker that takes about a second.
 _KILLED_WITHIN_S = 1.5
 
@@ -69,20 +71,33 @@ class _Killer(threading.Thread):
 
     def __init__(self, after_s: float) -> None:
         super().__init__(daemon=True)
-        self.ended = threading.Event()
         self.killed = False
+        self._ended = threading.Event()
         self._after_s = after_s
 
+    def end(self) -> None:
+        """Kill nothing any more."""
+        self._ended.set()
+        if self.ident is not None:
+            self.join()
+
     def run(self) -> None:
-        self.ended.wait(self._after_s)
-        while not (self.killed or self.ended.wait(0.05)):
+        self._ended.wait(self._after_s)
+        while not (self.killed or self._ended.wait(0.05)):
             for process in psutil.process_iter(["cmdline"]):
-                if _WORKER in (process.info["cmdline"] or []) and not self.killed:
-                    try:
-                        process.kill()
-                        self.killed = True
-                    except psutil.NoSuchProcess:
-                        continue
+                if self._is_ours(process) and not self._ended.is_set():
+                    process.kill()
+                    self.killed = True
+                    break
+
+    @staticmethod
+    def _is_ours(process: psutil.Process) -> bool:
+        if _WORKER not in (process.info["cmdline"] or []):
+            return False
+        try:
+            return process.environ().get(MARK) == os.environ[MARK]
+        except psutil.Error:
+            return False
 
 
 def main(described: str) -> None:
@@ -111,7 +126,7 @@ def main(described: str) -> None:
             start = time.monotonic()
             run = home.run(instance=instance, launcher=launchers[kind])
             seconds = time.monotonic() - start
-            killer.ended.set()
+            killer.end()
             entries = home.channel()
             reading = Reading(
                 build=build,

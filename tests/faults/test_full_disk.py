@@ -64,7 +64,10 @@ MOMENTS = (
 @contextmanager
 def _small_disk(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", _SIZE, "tmpfs", str(folder)], check=True)
+    command = ["mount", "-t", "tmpfs", "-o", _SIZE, "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
     try:
         yield
     finally:

@@ -133,8 +133,8 @@ def test_a_hub_that_does_not_lie_is_believed(bad: Build) -> None:
         ),
         case(
             "resolve: more files to load than a model has",
-            {f"part/{number:05d}.json": b"{}" for number in range(10_000)},
-            "has 10,002 files to load, from config.json to part/09999.json, and models have 4,096",
+            {f"part-{number:05d}.json": b"{}" for number in range(10_000)},
+            "has 10,002 files to load, from config.json to part-09999.json, and models have 4,096",
         ),
     ],
 )
@@ -157,10 +157,19 @@ def test_names_of_what_is_not_loaded_are_shown_so_that_they_can_be(bad: Build) -
 @bad_hub("resolve: 10,000 files that nobody loads", "success: one request, only the model's files")
 def test_a_large_repo_costs_what_its_model_costs(bad: Build) -> None:
     """Checkpoints, pictures and logs lie beside many a model."""
-    others = {f"checkpoint-{number}/optimizer.pt": b"" for number in range(10_000)}
-    bad.hub.commit(MODEL, {**FILES, **others})
+    others = {f"checkpoint-{number}/optimizer.pt": b"" for number in range(5_000)}
+    results = {f"results/{number}.json": b"{}" for number in range(5_000)}
+    bad.hub.commit(MODEL, {**FILES, **others, **results})
     assert len(bad.bring().snapshot.files) == 2
     assert len(bad.hub.requests) == 1 + 2 * 2
+
+
+@bad_hub("resolve: two notes whose names differ in case", "success: one of them is left out")
+def test_what_nobody_parses_refuses_no_model(bad: Build) -> None:
+    """Whoever takes the repo cannot change it."""
+    bad.hub.commit(MODEL, {**FILES, "README.md": b"#", "Readme.md": b"##"})
+    names = [file.path for file in bad.bring().snapshot.files]
+    assert names == ["README.md", "config.json", "model.safetensors"]
 
 
 @bad_hub("resolve: a config.json of 200 MB", "refused: the file is named, nothing is downloaded")
@@ -241,7 +250,16 @@ def _of_file(name: str, change: Callable[[Answer], Answer]) -> Callable[[Answer]
 
 
 @pytest.mark.parametrize(
-    "etag", ["../../../../../outside", "/{root}/outside", "W/../../../../../outside", ".."]
+    "etag",
+    [
+        '"../../../../../outside"',
+        '"/{root}/outside"',
+        '"W/../../../../../outside"',
+        '".."',
+        '""',
+        "W.",
+        "W..",
+    ],
 )
 @bad_hub("download: an ETag that is a path", "refused: the file is named, nothing is written")
 def test_the_hub_does_not_say_where_files_are_written(
@@ -249,8 +267,8 @@ def test_the_hub_does_not_say_where_files_are_written(
 ) -> None:
     """Its own client keeps a file under the name that the answer gives it."""
     said = etag.format(root=tmp_path)
-    bad.hub.lie = _of_file("config.json", lambda answer: answer.with_header("ETag", f'"{said}"'))
-    assert "by which it would be written outside of the cache" in bad.refused()
+    bad.hub.lie = _of_file("config.json", lambda answer: answer.with_header("ETag", said))
+    assert "by which it would be written elsewhere than in the cache" in bad.refused()
     assert [*tmp_path.rglob("outside*"), *tmp_path.parent.glob("outside*")] == []
 
 
@@ -351,6 +369,15 @@ def _archive(packed: int, *, method: int = zipfile.ZIP_DEFLATED) -> bytes:
     return file.getvalue()
 
 
+def _overlapping() -> bytes:
+    """An archive whose directory has one file twice."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("model/data.pkl", bytes(MEBIBYTE))
+        archive.filelist *= 2
+    return file.getvalue()
+
+
 LYING = "is no safetensors file, or damaged: "
 
 
@@ -436,6 +463,7 @@ def test_a_file_that_is_not_what_its_name_says(
         case(
             "download: a .bin that is half an archive", _archive(10)[:-9], "is no file of torch's"
         ),
+        case("download: a .bin whose files lie over one another", _overlapping(), "holds files of"),
     ],
 )
 def test_a_bin_that_is_no_file_of_torchs(bad: Build, data: bytes, says: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from chain import Place
 from chain_home import MODEL, stand_in
-from soak import Reading, Settings
+from soak import MARK, Reading, Settings
 
 from tensorize_assets.core.handover import WORKER_KEY_VARIABLE
 from tensorize_assets.core.sealing import generate_private_key
@@ -46,7 +46,8 @@ def _soak(
     worker_key = tmp_path / "worker.key"
     public_key = generate_private_key(worker_key).public_key
     path = stand_in().env["PYTHONPATH"]
-    image = {
+    mark = {MARK: uuid.uuid4().hex}
+    image = mark | {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "PYTHONPATH": path,
         WORKER_KEY_VARIABLE: str(worker_key),
@@ -96,6 +97,7 @@ def _soak(
                 env={
                     **os.environ,
                     **keys,
+                    **mark,
                     "PYTHONPATH": os.pathsep.join([str(_HERE), path]),
                     "TMPDIR": str(temporary),
                 },
