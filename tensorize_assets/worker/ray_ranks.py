@@ -43,7 +43,7 @@ from tensorize_assets.worker.session import Level, Progress
 
 _POLL_S = 0.25
 # What a rank that is told to stop gets for its scratch and its upload, before its process is ended.
-_CANCEL_S = 10.0
+_CANCEL_S = 30.0
 _MESSAGES = 1000
 _RAISED: Mapping[str, type[TensorizeAssetsError]] = {
     "preflight": PreflightError,

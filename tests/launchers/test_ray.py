@@ -589,7 +589,7 @@ def test_a_build_goes_on_when_a_node_is_lost(cluster: Cluster, tiny_models: Path
     The files are those of a build in one process.
     """
     nodes = cluster.nodes()
-    scratch, held = tmp_path / "nodes", tmp_path / "held"
+    scratch, held = tmp_path / "nodes", [tmp_path / "held-0", tmp_path / "held-1"]
     request = ShardRequest(
         model="tiny/llama",
         suffix="tp2",
@@ -600,20 +600,24 @@ def test_a_build_goes_on_when_a_node_is_lost(cluster: Cluster, tiny_models: Path
         dtype="bfloat16",
         tensor_parallel_size=2,
     )
-    # One of the ranks waits in the middle of its work, and its node is killed.
-    rule = Rule("tensorize_assets.worker.write_shard:write_shard", "after", "hold", str(held))
+    # Both ranks wait in the middle of their work.
+    written = "tensorize_assets.worker.write_shard:write_shard"
+    rules = [Rule(written, "after", "hold", str(file)) for file in held]
     launcher = _launcher(
         cluster,
         module="tensorize_assets.worker.ray_ranks",
         scratch=str(scratch),
-        env=environment([rule], *map(Path, _PYTHONPATH.split(os.pathsep))),
+        env=environment(rules, *map(Path, _PYTHONPATH.split(os.pathsep))),
     )
 
     def kill() -> None:
-        killed.append(_eventually(lambda: held.exists() and held.read_text() != "", 90))
-        rank = int(held.read_text())
-        (lost,) = [node for node in nodes if rank in {one.pid for one in node.processes()}]
-        lost.kill()
+        killed.append(_eventually(lambda: all(f.exists() and f.read_text() for f in held), 90))
+        # Not that of the job's own process, without which nobody asks for ranks.
+        job = max(cluster.ray.ask("/api/jobs/"), key=lambda job: job["start_time"])
+        lost = [n for n in nodes if f"//{n.address}:" not in job["driver_agent_http_address"]]
+        lost[-1].kill()
+        for file in held:
+            file.with_name(f"{file.name}.go").touch()
 
     killed: list[bool] = []
     killer = threading.Thread(target=kill)
