@@ -152,7 +152,15 @@ def rank_task(tasks_of: str, payload: Any, sealed: str | None, said: Any) -> dic
 
 
 def _pass_on(said: Any, progress: Progress, at_work: set[int]) -> None:
-    for rank, message, level in said.get_nowait_batch(min(said.qsize(), _MESSAGES)):
+    from ray.exceptions import RayError
+
+    try:
+        told = said.get_nowait_batch(min(said.qsize(), _MESSAGES))
+    except RayError:
+        # Lost with its node: the ranks' work, and what comes of it, goes on without a word.
+        at_work.clear()
+        return
+    for rank, message, level in told:
         if message is None:
             at_work.discard(rank)
         else:

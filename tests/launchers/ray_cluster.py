@@ -41,7 +41,6 @@ class Node:
 
     process: subprocess.Popen[bytes]
     log: Path
-    address: str
 
     def processes(self) -> dict[psutil.Process, str]:
         """Every process of it, and what it calls itself."""
@@ -133,13 +132,12 @@ class RayCluster:
 
     def _start(self, *arguments: str) -> Node:
         log = self.folder / f"node-{len(self.nodes)}.log"
-        address = f"127.0.0.{2 + len(self.nodes)}"
         command = [
             str(Path(sys.executable).parent / "ray"),
             "start",
             *arguments,
             "--block",
-            f"--node-ip-address={address}",
+            f"--node-ip-address=127.0.0.{2 + len(self.nodes)}",
             "--disable-usage-stats",
             "--num-gpus=0",
             f"--object-store-memory={_OBJECT_STORE}",
@@ -157,7 +155,7 @@ class RayCluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        node = Node(process, log, address)
+        node = Node(process, log)
         self.nodes.append(node)
         # Nodes of a machine share a folder, and two that start at once take the same names there.
         sockets = self.folder / "session_latest" / "sockets"
