@@ -13,10 +13,6 @@ log=$(mktemp)
 pins=$(mktemp)
 trap 'rm -f "$log" "$pins"' EXIT
 cp "$PINS" "$pins"
-if [ "$(uname -m)" != x86_64 ]; then
-    echo "setup: pinned hashes are those of files for x86_64; here versions alone are held" >&2
-    sed -i 's/ --hash=.*//' "$pins"
-fi
 # Its CPU build is on PyTorch's own index, and on copies of that whose file is another one.
 torch=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$pins")
 sed -i '/^torch==/d' "$pins"
