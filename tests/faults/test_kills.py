@@ -38,4 +38,4 @@ def test_nothing_is_lost_and_nothing_half_is_seen(march: March, point: Point) ->
 @pytest.mark.fault("Kill", "after all of these", "published; nothing is left behind")
 def test_the_last_run_goes_to_the_end(march: March) -> None:
     """It finds all of the work done."""
-    march.finish()
+    march.finish(sent=0)

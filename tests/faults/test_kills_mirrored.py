@@ -29,5 +29,5 @@ def test_nothing_is_lost_and_nothing_half_is_seen(march: March, point: Point) ->
 
 @pytest.mark.fault("Kill", "after all of these, with a mirror", "published; nothing is left behind")
 def test_the_last_run_goes_to_the_end(march: March) -> None:
-    """It finds all of the work done but the reload, and its files still once in the mirror."""
-    march.finish()
+    """What the last worker had stored died with its step, which alone knew what it was."""
+    march.finish(sent=1)
