@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import queue
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,5 +31,20 @@ def serializer(path: Path, **kwargs: Any) -> Iterator[TensorSerializer]:
             yield writer
             writer.close()
         finally:
-            for pool in writer._pools:
-                pool.shutdown(wait=True, cancel_futures=True)
+            stop(writer._pools)
+
+
+def stop(pools: Iterable[ThreadPoolExecutor]) -> None:
+    """End pools whose tasks wait for one another's, and what they have not begun.
+
+    Not by `shutdown(cancel_futures=True)`: whoever is in `concurrent.futures.wait` for a task that
+    it cancels waits for ever.
+    """
+    stopping = tuple(pools)
+    for pool in stopping:
+        with suppress(queue.Empty):
+            while (item := pool._work_queue.get_nowait()) is not None:
+                if item.future.cancel():
+                    item.future.set_running_or_notify_cancel()
+    for pool in stopping:
+        pool.shutdown(wait=True)
