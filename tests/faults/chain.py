@@ -6,7 +6,6 @@ step failed.
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import dagster as dg
 from chain_home import Home
 
 from tensorize_assets.assets import target
-from tensorize_assets.core import lease
+from tensorize_assets.core import mirroring
 from tensorize_assets.core.s3 import S3Settings
 from tensorize_assets.resources.launchers.local import SubprocessLauncher
 
@@ -59,8 +58,8 @@ def main(place: str, assets: str) -> int:
     # A killed worker's step would start another one, which would come to its end.
     target._RETRIES = 0
     # A killed run's lease: nobody else holds it here.
-    times: Any = inspect.unwrap(lease.held).__kwdefaults__
-    times.update(beat_s=0.2, expiry_s=1.0, look_s=0.1)
+    work: Any = mirroring.Work.__new__
+    work.__defaults__ = (None, 2.0, 0.2)
     with dg.DagsterInstance.from_config(str(home.folder)) as instance:
         run = home.run(
             instance=instance,
