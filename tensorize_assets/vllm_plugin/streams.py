@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from tensorize_assets.core.errors import ManifestError, StoreError, StoreUnavail
 from tensorize_assets.core.http_source import HttpSource
 from tensorize_assets.core.ranged import RangedReader, RangeSource, S3Source
 from tensorize_assets.core.tasks import LoadSource
+from tensorize_assets.core.tensorizer_limits import DTYPE, MAX_HEADER_BYTES
 
 # A second reader hashes while the first receives; more only help hosts of many cores.
 _READERS = 2
@@ -44,15 +44,11 @@ _PARTS = 8
 # Of somebody who reads little: not more than is asked for, and a bit.
 _GLANCE_BYTES = 1 << 20
 
-# tensorizer makes room for whatever a file says that its index, or a tensor's header, takes. The
-# index that it writes has 256 KiB; a header grows by 16 bytes for each 2 MiB that are encrypted.
+# The index that tensorizer writes has 256 KiB.
 _MAX_INDEX_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 2 << 20
 # Of all tensors of a file that have a shape and no data, since they were on no device: tensorizer
 # makes them of zeros.
 _MAX_ABSENT_BYTES = 64 << 20
-# numpy's names of types are a language, and its parser's errors any.
-_DTYPE = re.compile(r"[<>=|]?[a-zA-Z?]\d{0,2}")
 
 # Of a signed URL, in seconds: longer than any load, and no more than a role's session.
 _SIGNED_FOR_S = 3600
@@ -148,7 +144,7 @@ class _Header(_TensorHeaderDeserializer):
         (size,) = cls.header_len_segment.unpack(length)
         if size == 0:
             return None
-        if not len(length) <= size <= _MAX_HEADER_BYTES:
+        if not len(length) <= size <= MAX_HEADER_BYTES:
             raise ValueError(f"the header of a tensor would have {size:,} bytes")
         buffer = bytearray(size)
         buffer[: len(length)] = length
@@ -311,10 +307,10 @@ def _require_possible(entries: Iterable[Any]) -> None:
     absent = 0
     for entry in entries:
         name, header = entry.name.normalize_(), entry.data_offset - entry.offset
-        if not 0 < header <= _MAX_HEADER_BYTES:
+        if not 0 < header <= MAX_HEADER_BYTES:
             raise ValueError(f"the header of tensor {name!r} would have {header:,} bytes")
         numpy_name, *opaque = entry.dtype.split(OPAQUE_DTYPE_SEP)
-        if len(opaque) > 1 or not _DTYPE.fullmatch(numpy_name):
+        if len(opaque) > 1 or not DTYPE.fullmatch(numpy_name):
             raise ValueError(f"tensor {name!r} is of no type: {entry.dtype[:80]!r}")
         size = math.prod(entry.shape) * numpy.dtype(numpy_name).itemsize
         absent += 0 if entry.data_length else size

@@ -13,6 +13,7 @@ from tensorizer import serialization as tensorizer_format
 
 from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.manifest import TensorEntry
+from tensorize_assets.core.tensorizer_limits import MAX_HEADER_BYTES
 from tensorize_assets.worker import secretbox
 from tensorize_assets.worker.module_tensors import MARKER
 from tensorize_assets.worker.secretbox import MAC_BYTES, Bytes
@@ -25,8 +26,6 @@ from tensorize_assets.worker.tensor_file import (
 )
 
 _CHUNK = 8 << 20
-# Of a tensor's header, which grows by 16 bytes for each 2 MiB of an encrypted tensor.
-_MAX_HEADER_BYTES = 2 << 20
 
 
 def read_back(
@@ -73,7 +72,7 @@ def _read(
             # Nothing lies between tensors: a gap is one that fell out of the index.
             if file.tell() != entry.offset:
                 raise _damaged(path, f"bytes {file.tell()} to {entry.offset} are of no tensor")
-            if entry.data_offset - entry.offset > _MAX_HEADER_BYTES:
+            if entry.data_offset - entry.offset > MAX_HEADER_BYTES:
                 raise _damaged(path, f"the header of tensor {entry.name} is too large")
             header_bytes = file.read(entry.data_offset - entry.offset)
             yield header_bytes

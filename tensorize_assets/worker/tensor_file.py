@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import numpy
 
 from tensorize_assets.core.errors import WorkerError
 from tensorize_assets.core.manifest import TensorEntry
+from tensorize_assets.core.tensorizer_limits import DTYPE
 from tensorize_assets.worker import secretbox
 
 CHUNK_BYTES = 2 << 20
@@ -42,8 +42,6 @@ _ENCRYPTED_VERSION = 3
 FLAGS_VERSION = 4
 _PLAIN_VERSIONS = (1, 2, 4)
 
-_DTYPE = re.compile(r"[<>=|]?[a-zA-Z?]\d{0,2}")
-
 _CRC32 = b"\x00\x04"
 _SHA256 = b"\x01\x20"
 _XSALSA20 = 2
@@ -65,8 +63,7 @@ def dtype_name(stored: str) -> str:
     """Return torch's name of a dtype as a file has it."""
     # Types numpy does not have are stored as "<numpy type>\0<torch type>".
     numpy_name, _, torch_name = stored.partition("\0")
-    # numpy's names of types are a language, and its parser's errors any.
-    if not _DTYPE.fullmatch(numpy_name):
+    if not DTYPE.fullmatch(numpy_name):
         raise ValueError(f"{stored[:80]!r} is no type")
     return torch_name.removeprefix("torch.") or numpy.dtype(numpy_name).name
 

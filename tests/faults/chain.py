@@ -7,18 +7,27 @@ step failed.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import dagster as dg
-from chain_home import Home
+from chain_home import MODEL, Home
+from injection import Rule, environment
 
 from tensorize_assets.assets import target
-from tensorize_assets.core import mirroring
+from tensorize_assets.core import channel, layout, mirroring
 from tensorize_assets.core.s3 import S3Settings
+from tensorize_assets.core.verify import verify_directory
 from tensorize_assets.resources.launchers.local import SubprocessLauncher
+
+TOO_LONG_S = 240
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,50 @@ class Elsewhere(SubprocessLauncher):
     """Workers that see no folder of this machine."""
 
     shares_disks: ClassVar[bool] = False
+
+
+@contextmanager
+def started(place: Place, assets: Sequence[str], *rules: Rule) -> Iterator[subprocess.Popen[str]]:
+    """The chain in a process of its own, which ends with the context at the latest."""
+    here = Path(__file__).parent
+    process = subprocess.Popen(
+        [sys.executable, "-m", "chain", json.dumps(asdict(place)), ",".join(assets)],
+        env=os.environ | environment(rules, here, here.parent / "assets", here.parents[1]),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def told(process: subprocess.Popen[str]) -> Told:
+    """What a chain that was started comes to."""
+    return Told(**json.loads(process.communicate(timeout=TOO_LONG_S)[0].splitlines()[-1]))
+
+
+def wait_for(held: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a rule's file says that the chain has come to it."""
+    deadline = time.monotonic() + TOO_LONG_S
+    while not held.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def require_whole(home: Home) -> None:
+    """Every manifest that a reader finds is true of every byte, and so is the channel."""
+    keys = [key for key in home.store.list("vllm/") if key.endswith(f"/{layout.MANIFEST}")]
+    for key in keys:
+        report = verify_directory(home.store, key.rpartition("/")[0], home.trusted)
+        assert report.ok, report
+    found = channel.read_channel(home.store, MODEL, "v1", home.trusted)
+    if found is not None:
+        assert layout.manifest_key(found.channel.current.directory) in keys
 
 
 @dataclass(frozen=True)

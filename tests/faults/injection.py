@@ -28,7 +28,6 @@ class Rule:
         waits for this worker, which goes no further; `error`, OSError `number`; `hold`, wait for
         the file `fired` + ".go"; `tell`, write a line for every call to the file `fired`.
     match: a regular expression that is found in the arguments, as text.
-    nth: which of the calls that match, counted in each process.
     fired: a file that is made when it is done, with the number of the process: it is done once,
         whatever runs again.
     """
@@ -38,7 +37,6 @@ class Rule:
     do: What
     fired: str
     match: str = ""
-    nth: int = 1
     number: int = 0
 
 

@@ -17,18 +17,16 @@ from typing import Any
 
 import psutil
 import pytest
-from chain import Place, Told
+from chain import TOO_LONG_S, Place, Told, require_whole
 from chain_home import MODEL, Home
 from injection import Rule, environment
 from points import ASSETS, STORE, Point
 
-from tensorize_assets.core import channel, layout, sealing
-from tensorize_assets.core.verify import verify_directory
+from tensorize_assets.core import sealing
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
 from tensorize_assets.demo.s3_server import REGION, LocalS3
 
 _HERE = Path(__file__).parent
-_TOO_LONG_S = 240
 # A worker looks once a second whether its step is there; an engine's processes end after it.
 _GONE_S = 20
 _MARK = "FAULT_MARCH"
@@ -76,7 +74,7 @@ class March:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                timeout=_TOO_LONG_S,
+                timeout=TOO_LONG_S,
             )
         told = Told(**json.loads(done.stdout.splitlines()[-1])) if done.stdout.strip() else None
         return done.returncode, told
@@ -86,9 +84,7 @@ class March:
         fired = self.folder / f"fired-{self.count}"
         do: Any = "kill-launcher" if point.who == "the step, not its worker" else "kill"
         before = self.uploads
-        code, told = self.run(
-            point.upto, Rule(point.at, point.when, do, str(fired), point.match, point.nth)
-        )
+        code, told = self.run(point.upto, Rule(point.at, point.when, do, str(fired), point.match))
         log = (self.folder / f"run-{self.count}.log").read_text()[-3000:]
         assert fired.exists(), f"no run came to it: {told} {log}"
         if point.who == "the worker":
@@ -98,7 +94,7 @@ class March:
         else:
             assert -signal.SIGKILL == code, (told, log)
         self.require_nothing_runs()
-        self.require_whole()
+        require_whole(self.home)
         self.require_no_plaintext()
         # What a step had finished is not sent again.
         if ASSETS.index(point.asset) > ASSETS.index("tensorized_shards"):
@@ -112,7 +108,7 @@ class March:
         assert told is not None
         assert told.failures == {}
         self.require_nothing_runs()
-        self.require_whole()
+        require_whole(self.home)
         self.require_no_plaintext()
         self.require_clean()
         assert sent == len(self.uploads) - len(before)
@@ -134,17 +130,6 @@ class March:
         while found := self.processes():
             assert time.monotonic() < deadline, [process.cmdline() for process in found]
             time.sleep(0.1)
-
-    def require_whole(self) -> None:
-        """Every manifest that a reader finds is true of every byte, and so is the channel."""
-        store, trusted = self.home.store, self.home.trusted
-        manifests = [key for key in store.list("vllm/") if key.endswith(f"/{layout.MANIFEST}")]
-        for key in manifests:
-            report = verify_directory(store, key.rpartition("/")[0], trusted)
-            assert report.ok, report
-        found = channel.read_channel(store, MODEL, "v1", trusted)
-        if found is not None:
-            assert layout.manifest_key(found.channel.current.directory) in manifests
 
     def require_no_plaintext(self) -> None:
         """Neither in the root nor where workers write."""

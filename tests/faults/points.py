@@ -32,7 +32,6 @@ class Point(NamedTuple):
     when: When
     at: str
     match: str = ""
-    nth: int = 1
 
     def __str__(self) -> str:
         return f"{self.asset}: {self.who}, {self.when} {self.what}"

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from chain import require_whole
 from chain_home import MODEL, Home, stand_in
 from injection import Rule, environment
 from points import ASSETS
 
-from tensorize_assets.core import channel, layout
-from tensorize_assets.core.verify import verify_directory
+from tensorize_assets.core import layout
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
 from tensorize_assets.resources.launchers.local import SubprocessLauncher
 
@@ -102,14 +102,14 @@ def test_an_error_of_the_disk_is_explained_and_nothing_half_is_seen(
     for part in NUMBERS[number]:
         assert part in run.failures[write.asset]
     assert str(home.folder) in run.failures[write.asset]
-    _require_whole(home)
+    require_whole(home)
 
 
 @pytest.mark.fault("Bad disk", "after all of these", "published; nothing is left behind")
 def test_the_last_run_goes_to_the_end(home: Home) -> None:
     run = home.run(launcher=stand_in())
     assert {} == run.failures
-    _require_whole(home)
+    require_whole(home)
     assert 1 == len(home.channel())
     assert [] == [path for path in home.folder.rglob(f"{layout.HIDDEN_PREFIX}*") if path.is_file()]
 
@@ -152,13 +152,3 @@ def _fail(patch: pytest.MonkeyPatch, write: Write, number: int, fired: Path) -> 
 
 def _path(argument: Any) -> str:
     return os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else str(argument)
-
-
-def _require_whole(home: Home) -> None:
-    """Every manifest that a reader finds is true of every byte, and so is the channel."""
-    keys = [key for key in home.store.list("vllm/") if key.endswith(f"/{layout.MANIFEST}")]
-    for key in keys:
-        assert verify_directory(home.store, key.rpartition("/")[0], home.trusted).ok
-    found = channel.read_channel(home.store, MODEL, "v1", home.trusted)
-    if found is not None:
-        assert layout.manifest_key(found.channel.current.directory) in keys

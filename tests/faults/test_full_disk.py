@@ -6,33 +6,24 @@ It takes the right to mount one.
 from __future__ import annotations
 
 import errno
-import json
-import os
 import re
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from chain import Place, Told
-from chain_home import MODEL, Home
-from injection import Rule, environment
+from chain import Place, require_whole, started, told, wait_for
+from chain_home import MODEL
+from injection import Rule
 from points import ASSETS
 
-from tensorize_assets.core import layout
-from tensorize_assets.core.verify import verify_directory
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-_HERE = Path(__file__).parent
 _SIZE = "size=80m"
-_TOO_LONG_S = 240
 
 
 class Moment(NamedTuple):
@@ -85,22 +76,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator[P
         yield made
 
 
-def _start(place: Place, assets: tuple[str, ...], *rules: Rule) -> subprocess.Popen[str]:
-    variables = environment(rules, _HERE, _HERE.parent / "assets", _HERE.parents[1])
-    return subprocess.Popen(
-        [sys.executable, "-m", "chain", json.dumps(asdict(place)), ",".join(assets)],
-        env=os.environ | variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-
-def _told(started: subprocess.Popen[str]) -> Told:
-    return Told(**json.loads(started.communicate(timeout=_TOO_LONG_S)[0].splitlines()[-1]))
-
-
 def _fill(folder: Path) -> Path:
     """Take all that is free on the disk of `folder`; remove what is returned to give it back."""
     filler = folder / "filler"
@@ -113,12 +88,6 @@ def _fill(folder: Path) -> Path:
                 if error.errno != errno.ENOSPC:
                     raise
     return filler
-
-
-def _require_whole(home: Home) -> None:
-    keys = [key for key in home.store.list("vllm/") if key.endswith(f"/{layout.MANIFEST}")]
-    for key in keys:
-        assert verify_directory(home.store, key.rpartition("/")[0], home.trusted).ok
 
 
 @pytest.mark.parametrize(
@@ -141,25 +110,23 @@ def test_a_full_disk_is_named_and_nothing_half_is_seen(
 ) -> None:
     held = tmp_path / "held"
     upto = ASSETS[: ASSETS.index(moment.asset) + 1]
-    running = _start(place, upto, Rule(moment.at, "before", "hold", str(held), moment.match))
-    deadline = time.monotonic() + _TOO_LONG_S
-    while not held.exists():
-        assert running.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
     disk = Path(place.folder) / moment.folder
-    filler = _fill(disk)
-    held.with_suffix(".go").touch()
-    failures = _told(running).failures
+    rule = Rule(moment.at, "before", "hold", str(held), moment.match)
+    with started(place, upto, rule) as running:
+        wait_for(held, running)
+        filler = _fill(disk)
+        held.with_suffix(".go").touch()
+        failures = told(running).failures
     filler.unlink()
     assert [moment.asset] == list(failures)
     assert re.search("(?i)no space left|disk (is|became) full", failures[moment.asset])
     assert str(disk) in failures[moment.asset]
-    _require_whole(place.home)
+    require_whole(place.home)
 
 
 @pytest.mark.fault("Bad disk", "after each of these disks was full", "published")
 def test_the_last_run_goes_to_the_end(place: Place) -> None:
-    assert _told(_start(place, ASSETS)).failures == {}
-    _require_whole(place.home)
+    with started(place, ASSETS) as running:
+        assert told(running).failures == {}
+    require_whole(place.home)
     assert 1 == len(place.home.channel())

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from chain import Place, Told
+from chain import Place, started, told, wait_for
 from chain_home import MODEL, flipped
-from injection import Rule, environment
+from injection import Rule
 
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
 
-_HERE = Path(__file__).parent
+ASSETS = ("hf_snapshot", "tensorized_shards")
 _WRITTEN = "tensorize_assets.worker.write_shard:write_shard"
-_TOO_LONG_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +28,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny_models: Path) -> Iterat
         )
         made.home.write_catalog({MODEL: {"v1": {}}})
         yield made
-
-
-def _start(place: Place, *rules: Rule) -> subprocess.Popen[str]:
-    variables = environment(rules, _HERE, _HERE.parent / "assets", _HERE.parents[1])
-    assets = "hf_snapshot,tensorized_shards"
-    return subprocess.Popen(
-        [sys.executable, "-m", "chain", json.dumps(asdict(place)), assets],
-        env=os.environ | variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-
-def _told(started: subprocess.Popen[str]) -> Told:
-    return Told(**json.loads(started.communicate(timeout=_TOO_LONG_S)[0].splitlines()[-1]))
 
 
 def _flip(shard: Path) -> None:
@@ -103,16 +80,12 @@ def test_a_file_that_changed_in_scratch_is_not_stored(
 ) -> None:
     """Between the moment when it was written and the one when it is read back and stored."""
     held = tmp_path / "held"
-    running = _start(place, Rule(_WRITTEN, "after", "hold", str(held)))
-    deadline = time.monotonic() + _TOO_LONG_S
-    while not held.exists():
-        assert running.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    (shard,) = Path(place.folder).rglob("model.tensors")
-    damage(shard)
-    held.with_suffix(".go").touch()
-    failure = _told(running).failures["tensorized_shards"]
+    with started(place, ASSETS, Rule(_WRITTEN, "after", "hold", str(held))) as running:
+        wait_for(held, running)
+        (shard,) = Path(place.folder).rglob("model.tensors")
+        damage(shard)
+        held.with_suffix(".go").touch()
+        failure = told(running).failures["tensorized_shards"]
     assert said in failure
     assert shard.name in failure
     assert str(shard.parent) in failure
@@ -122,4 +95,5 @@ def test_a_file_that_changed_in_scratch_is_not_stored(
 @pytest.mark.engine
 @pytest.mark.fault("Bad disk", "after each of these", "the next run builds it")
 def test_the_next_run_builds_it(place: Place) -> None:
-    assert _told(_start(place)).failures == {}
+    with started(place, ASSETS) as running:
+        assert told(running).failures == {}

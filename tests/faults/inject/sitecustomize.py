@@ -18,22 +18,18 @@ _HOLD_S = 0.02
 
 
 class _Rule:
-    def __init__(self, at, when, do, fired, match="", nth=1, number=0):
+    def __init__(self, at, when, do, fired, match="", number=0):
         self.module, self.name = at.split(":")
         self.when, self.do, self.match = when, do, re.compile(match)
-        self.nth, self.fired, self.number = nth, str(fired), number
-        self.count = 0
+        self.fired, self.number = str(fired), number
 
     def concerns(self, arguments):
         if not self.match.search(" ".join(str(argument) for argument in arguments)):
             return False
-        self.count += 1
         if self.do == "tell":
             line = f"{os.getpid()} {self.module}:{self.name} {' '.join(map(str, arguments))}\n"
             with open(self.fired, "a") as file:
                 file.write(line.replace(os.linesep, " ")[:300].rstrip() + "\n")
-            return False
-        if self.count < self.nth:
             return False
         try:
             # Once, in whichever process comes first.
