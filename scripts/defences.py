@@ -142,6 +142,8 @@ def main() -> int:
     chosen = [
         one for one in defences() if not asked.parts or any(p in one.what for p in asked.parts)
     ]
+    if not chosen:
+        parser.error(f"no defence has {' or '.join(asked.parts)} in its `what`")
     with ThreadPoolExecutor(asked.jobs) as pool:
         tests = sorted({one.test for one in chosen})
         broken = [
