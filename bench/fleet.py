@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from tensorize_assets.core.evidence import Evidence
 from tensorize_assets.core.fleet import Publication
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import Manifest
+from tensorize_assets.demo.ports import free_port
 from tests.postgres import postgres
 
 _GOLDEN = Path(__file__).parents[1] / "tests" / "core" / "golden" / "manifest.json"
@@ -254,9 +254,7 @@ def _webserver(home: Path, expected: tuple[int, int]) -> Iterator[Callable[[str]
 
     `expected` are the numbers of models and suffixes, more models than suffixes.
     """
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = free_port()
     command = f"-m dagster_webserver -h 127.0.0.1 -p {port} -m tensorize_assets.definitions"
     started = subprocess.Popen(
         [sys.executable, *command.split()],

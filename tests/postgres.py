@@ -11,7 +11,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+from tensorize_assets.demo.ports import free_port
 
 _ATTEMPTS = 5
 _START_S = 60.0
@@ -118,9 +119,7 @@ def _initialise(folder: Path, user: str, password: str) -> None:
 def _start(folder: Path, user: str, options: Sequence[str]) -> tuple[subprocess.Popen[bytes], int]:
     log = folder / "postgres.log"
     for _ in range(_ATTEMPTS):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import yaml
 
 from tensorize_assets.core.compare import CHECKS
 from tensorize_assets.demo.models import MODEL
+from tensorize_assets.demo.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1700)]
 
@@ -166,12 +166,8 @@ def test_the_ui_takes_the_push_that_it_prints(
     (tmp_path / "push").mkdir()
     (tmp_path / "push" / "README.md").write_text("# Another\n")
     said = tmp_path / "said"
-    with said.open("w") as output, socket.socket() as one, socket.socket() as other:
-        for found in (one, other):
-            found.bind(("127.0.0.1", 0))
-        port, hub_port = one.getsockname()[1], other.getsockname()[1]
-        one.close()
-        other.close()
+    port, hub_port = free_port(), free_port()
+    with said.open("w") as output:
         command = [sys.executable, "-m", "tensorize_assets.cli", "demo", "--ui", "--root", "disk"]
         command += ["--directory", str(folder), "--port", str(port), "--hub-port", str(hub_port)]
         process = subprocess.Popen(

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from tensorize_assets.core.errors import TensorizeAssetsError
+from tensorize_assets.demo.ports import free_port
 
 REGION = "us-east-1"
 
@@ -413,19 +414,18 @@ def _free_ports() -> dict[str, int]:
     """A free port for each service and its gRPC twin, all different."""
     with contextlib.ExitStack() as held:
 
-        def hold(port: int = 0) -> int:
-            listener = held.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", port))
-            return listener.getsockname()[1]
+        def hold(port: int) -> int:
+            held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return port
 
         ports: dict[str, int] = {}
         for service in _SERVICES:
-            ports[service] = hold()
-            ports[f"{service}.grpc"] = hold()
+            ports[service] = hold(free_port())
+            ports[f"{service}.grpc"] = hold(free_port())
         # Whatever it is told, its own worker looks for this twin there.
         while True:
-            ports["admin"] = hold()
-            with contextlib.suppress(OSError, OverflowError):
+            ports["admin"] = hold(free_port())
+            with contextlib.suppress(OSError):
                 ports["admin.grpc"] = hold(ports["admin"] + 10_000)
                 return ports
 

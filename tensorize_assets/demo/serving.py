@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 
 from tensorize_assets.core.errors import TensorizeAssetsError
+from tensorize_assets.demo.ports import free_port
 
 _READY_WITHIN_S = 240.0
 _POLL_S = 0.5
@@ -72,9 +72,7 @@ def answers(
 @contextmanager
 def _server(home: Path, model: str, suffix: str, log: Path) -> Generator[str]:
     """`tensorize serve` on a free port of loopback, until it is ready; ended at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tensorize_assets.cli", "serve", model, suffix, "--"]
     address = ["--host", "127.0.0.1", "--port", str(port)]
     with (

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from chain_home import MODEL, Home
 from tensorize_assets import partitions
 from tensorize_assets.core import compare
 from tensorize_assets.core.catalog import load_catalog
+from tensorize_assets.demo.ports import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -133,16 +133,14 @@ def dev(
     from tensorize_assets.demo.hub_server import LocalHub
 
     folder = tmp_path_factory.mktemp("dev") / "home"
-    with LocalHub() as hub, socket.socket() as reserved:
+    with LocalHub() as hub:
         hub.commit(MODEL, first_files)
         home = first_build.home.copy_to(folder, hub.endpoint)
         home.write_catalog({MODEL: {"v1": {}, "v2": {}, "v3": {}}})
         shutil.copy(REPO / "dagster_home" / "dagster.yaml", folder)
         with dg.DagsterInstance.from_config(str(folder)) as instance:
             partitions.add_catalog(instance, load_catalog(folder / "models.yaml"))
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        reserved.close()
+        port = free_port()
         log = folder / "dev.log"
         (folder / "quiet.py").write_text(CODE)
         command = f"-m dagster dev -h 127.0.0.1 -p {port} -f quiet.py"

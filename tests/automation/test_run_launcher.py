@@ -17,6 +17,8 @@ from dagster._core.events import EngineEventData
 from dagster._core.launcher import WorkerStatus
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
+from tensorize_assets.demo.ports import free_port
+
 SETTINGS = {
     "run_launcher": {
         "module": "tensorize_assets.automation.run_launcher",
@@ -42,9 +44,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def code_server() -> Iterator[int]:
     """The port of a code server that was just started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "dagster", "api", "grpc", "--host=127.0.0.1", f"--port={port}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:

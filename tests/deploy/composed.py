@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import psutil
 import yaml
 
 from tensorize_assets.demo import s3_server
+from tensorize_assets.demo.ports import free_port
 from tests.postgres import Postgres, postgres, programs
 
 REPO = Path(__file__).parents[2]
@@ -187,7 +187,7 @@ def composed(
     _lay_out(stack, catalog)
     with ExitStack() as ending:
         server = ending.enter_context(_postgres(stack))
-        stack.ports = {5432: server.port} | _free(_PORTS[1:])
+        stack.ports = {5432: server.port} | {port: free_port() for port in _PORTS[1:]}
         _write_workspace(stack)
         ending.callback(_end_all, stack)
         stack.wait_until_healthy("postgres")
@@ -243,16 +243,6 @@ def _write_workspace(stack: Composed) -> None:
         "port: 4000", f"port: {stack.ports[4000]}"
     )
     (stack.folder / "home" / "workspace.yaml").write_text(fitted)
-
-
-def _free(ports: Sequence[int]) -> dict[int, int]:
-    with ExitStack() as held:
-        found: dict[int, int] = {}
-        for port in ports:
-            listener = held.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            found[port] = listener.getsockname()[1]
-        return found
 
 
 def _inner_ports() -> list[str]:

@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
-_READY_S = 90.0
+from tensorize_assets.demo.ports import free_port
+
+_READY_S = 180.0
 _SHORT_S = 15.0
 # The least that Ray takes; what crosses it here are results of some kilobytes.
 _OBJECT_STORE = 80 * 1_000_000
 _LAST_LINES = 10
+_ATTEMPTS = 3
 _SETTINGS = {
     # How soon a lost node is noticed: by default after 15 s. A node that only starts slowly, on a
     # busy machine, is not lost.
@@ -40,6 +44,7 @@ class Node:
     """A node: `ray start`, and all that it started."""
 
     process: subprocess.Popen[bytes]
+    address: str
     log: Path
 
     def processes(self) -> dict[psutil.Process, str]:
@@ -76,32 +81,43 @@ class RayCluster:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp")))
     nodes: list[Node] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._gcs, self._dashboard, self._clients = _free_port(), _free_port(), _free_port()
-        self.address = f"http://{_HEAD}:{self._dashboard}"
-
     def __enter__(self) -> RayCluster:
-        try:
-            self.head = self._start(
-                "--head",
-                f"--port={self._gcs}",
-                f"--dashboard-host={_HEAD}",
-                f"--dashboard-port={self._dashboard}",
-                f"--ray-client-server-port={self._clients}",
-                f"--temp-dir={self.folder}",
-                "--num-cpus=0",
-                "--no-monitor",
-            )
-            self._wait(lambda: bool(self.ask("/api/version")), self.head)
-        except BaseException:
-            self.__exit__()
-            raise
+        # Ray looks for most of its ports itself, and loses some to others, as we may ours.
+        for attempt in Retrying(
+            retry=retry_if_exception_type(RuntimeError),
+            stop=stop_after_attempt(_ATTEMPTS),
+            reraise=True,
+        ):
+            with attempt:
+                try:
+                    self._start_head()
+                except BaseException:
+                    self.__exit__()
+                    raise
         return self
+
+    def _start_head(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        self._gcs, dashboard, clients = free_port(), free_port(), free_port()
+        self.address = f"http://{_HEAD}:{dashboard}"
+        self.head = self._start(
+            "--head",
+            f"--port={self._gcs}",
+            f"--dashboard-host={_HEAD}",
+            f"--dashboard-port={dashboard}",
+            f"--ray-client-server-port={clients}",
+            f"--temp-dir={self.folder}",
+            "--num-cpus=0",
+            "--no-monitor",
+        )
+        # Where one of its servers does not start, the head ends, and some answer until then.
+        self._wait(lambda: _listens(clients) and bool(self.ask("/api/version")), self.head)
 
     def __exit__(self, *_: object) -> None:
         for node in self.nodes[::-1]:
             with suppress(psutil.NoSuchProcess):
                 node.kill()
+        self.nodes.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, *, cpus: int, **resources: float) -> Node:
@@ -118,9 +134,13 @@ class RayCluster:
 
     def alive(self) -> list[dict[str, Any]]:
         """The living nodes, as Ray's state API shows them."""
-        found = self.ask("/api/v0/nodes?limit=100&timeout=5&detail=False")
-        nodes = found["data"]["result"]["result"] if found else []
-        return [node for node in nodes if node["state"] == "ALIVE"]
+        return self._living("nodes")
+
+    def nodes_of(self, actor: str) -> list[str]:
+        """The addresses of the nodes where an actor of this class lives."""
+        addresses = {node["node_id"]: node["node_ip"] for node in self.alive()}
+        actors = [one for one in self._living("actors") if one["class_name"] == actor]
+        return [addresses[one["node_id"]] for one in actors]
 
     def ask(self, path: str) -> Any:
         """What the dashboard answers, as JSON; None while it does not."""
@@ -130,18 +150,24 @@ class RayCluster:
         except (OSError, ValueError):
             return None
 
+    def _living(self, what: str) -> list[dict[str, Any]]:
+        found = self.ask(f"/api/v0/{what}?limit=100&timeout=5&detail=False")
+        listed = found["data"]["result"]["result"] if found else []
+        return [one for one in listed if one["state"] == "ALIVE"]
+
     def _start(self, *arguments: str) -> Node:
+        address = f"127.0.0.{2 + len(self.nodes)}"
         log = self.folder / f"node-{len(self.nodes)}.log"
         command = [
             str(Path(sys.executable).parent / "ray"),
             "start",
             *arguments,
             "--block",
-            f"--node-ip-address=127.0.0.{2 + len(self.nodes)}",
+            f"--node-ip-address={address}",
             "--disable-usage-stats",
             "--num-gpus=0",
             f"--object-store-memory={_OBJECT_STORE}",
-            f"--dashboard-agent-listen-port={_free_port()}",
+            f"--dashboard-agent-listen-port={free_port()}",
             # Any that are free: by default all nodes of a machine give out the same ones.
             "--min-worker-port=0",
             "--max-worker-port=0",
@@ -155,7 +181,7 @@ class RayCluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        node = Node(process, log)
+        node = Node(process, address, log)
         self.nodes.append(node)
         # Nodes of a machine share a folder, and two that start at once take the same names there.
         sockets = self.folder / "session_latest" / "sockets"
@@ -172,7 +198,6 @@ class RayCluster:
             time.sleep(0.1)
 
 
-def _free_port() -> int:
+def _listens(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind((_HEAD, 0))
-        return probe.getsockname()[1]
+        return probe.connect_ex((_HEAD, port)) == 0

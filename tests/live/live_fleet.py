@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.signing import load_or_create_signing_key
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
 from tensorize_assets.demo.models import MODEL, make_snapshot
+from tensorize_assets.demo.ports import free_port
 
 SUFFIX = "v1"
 TOKEN = "token-of-the-pusher"
@@ -183,7 +183,7 @@ def running_fleet(
                 capture_output=True,
                 timeout=120,
             )
-        port = _free_port()
+        port = free_port()
         process = subprocess.Popen(
             [
                 *(*dagster, "dev", "--host", "127.0.0.1", "--port", str(port)),
@@ -272,9 +272,3 @@ def _answers(fleet: Fleet, process: subprocess.Popen[bytes]) -> bool | None:
     except (httpx.HTTPError, ValueError):
         return None
     return bool(found["repositoriesOrError"].get("nodes")) or None
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import psutil
 from openai import OpenAI
 
 from tensorize_assets.core.catalog import DEFAULT_PROMPTS
+from tensorize_assets.demo.ports import free_port
 
 _READY_WITHIN_S = 300
 _ENDS_WITHIN_S = 60
@@ -105,9 +105,7 @@ def run(
 
     `while_loading` is called at once, with the server's URL; `ask` when it is ready.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(
