@@ -50,7 +50,7 @@ from tensorize_assets.core import (
     build_keys,
     catalog_check,
     channel,
-    hub,
+    hub_config,
     s3,
 )
 from tensorize_assets.core.catalog import resolve_root
@@ -487,7 +487,7 @@ def _cell(value: object) -> str:
 
 def _cached_config(model: str, revision: str) -> Mapping[str, Any] | None:
     """config.json of a model that was downloaded before; no network."""
-    return hub.cached_config(hub_access().cache_dir, model, revision)
+    return hub_config.cached_config(hub_access().cache_dir, model, revision)
 
 
 if __name__ == "__main__":

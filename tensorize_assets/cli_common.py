@@ -15,7 +15,7 @@ from pydantic import JsonValue, SecretStr, ValidationError
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from tensorize_assets.core import hub, jsonio, s3, sealing
+from tensorize_assets.core import jsonio, s3, sealing
 from tensorize_assets.core.catalog import Catalog, load_catalog, resolve_root
 from tensorize_assets.core.errors import (
     CatalogError,
@@ -23,6 +23,7 @@ from tensorize_assets.core.errors import (
     TensorizeAssetsError,
     WorkerError,
 )
+from tensorize_assets.core.hub_access import HubAccess
 from tensorize_assets.core.printable import printable
 from tensorize_assets.core.signing import (
     KEY_VARIABLE,
@@ -311,11 +312,11 @@ def signer_of(key_id: str | None, listed: Sequence[str] | None) -> Signer:
     return Signer(False, ours, said)
 
 
-def hub_access() -> hub.HubAccess:
+def hub_access() -> HubAccess:
     """The Hub as the home's runs reach it."""
     # As in definitions and resources.hub, whose import takes as long as Dagster's.
     token = environ.get("HF_TOKEN")
-    return hub.HubAccess(
+    return HubAccess(
         endpoint=environ.get("HF_ENDPOINT"),
         token=SecretStr(token) if token else None,
         cache_dir=Path(environ.get("TENSORIZE_HUB_CACHE") or home() / "hub"),

@@ -21,6 +21,8 @@ from tensorize_assets.core.errors import (
     HubError,
     ManifestError,
 )
+from tensorize_assets.core.hub_access import HubAccess
+from tensorize_assets.core.hub_files import Snapshot
 from tensorize_assets.core.manifest import (
     AdapterEntry,
     EncryptionEntry,
@@ -66,7 +68,7 @@ class _Work(NamedTuple):
 
     store: Store
     keyring: KeyringResource
-    access: hub.HubAccess
+    access: HubAccess
     build: SnapshotRecord
     shards: ShardsRecord
 
@@ -232,7 +234,7 @@ def _complete(
     return _Sealed(place, stored.manifest)
 
 
-def _companions(snapshot: hub.Snapshot) -> tuple[FileEntry, ...]:
+def _companions(snapshot: Snapshot) -> tuple[FileEntry, ...]:
     """Everything of the snapshot but its weights, and but names that are our own."""
     return tuple(
         FileEntry(path=file.path, size=file.size, sha256=file.sha256)

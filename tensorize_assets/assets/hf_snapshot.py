@@ -31,6 +31,8 @@ from tensorize_assets.core import (
 from tensorize_assets.core.build import BuildInputs, build_id, differences
 from tensorize_assets.core.catalog import Catalog, check_tensor_parallel
 from tensorize_assets.core.errors import CatalogError, ConflictError, HubError, ManifestError
+from tensorize_assets.core.hub_access import HubAccess
+from tensorize_assets.core.hub_files import RevisionListing, Snapshot
 from tensorize_assets.core.manifest import (
     Manifest,
     SnapshotEntry,
@@ -46,7 +48,7 @@ from tensorize_assets.resources.keyring import KeyringResource
 from tensorize_assets.resources.launchers.base import Launcher
 from tensorize_assets.resources.store import StoreResource
 
-_Find = Callable[[str, str], hub.RevisionListing]
+_Find = Callable[[str, str], RevisionListing]
 
 
 class _Pin(jsonio.Record):
@@ -171,7 +173,7 @@ def hf_snapshot(
     )
 
 
-def _adapter(access: hub.HubAccess, found: hub.RevisionListing) -> dg.MetadataValue:
+def _adapter(access: HubAccess, found: RevisionListing) -> dg.MetadataValue:
     """The commit of an adapter; a link where a Hub has it."""
     if local_adapter.is_local(found.model):
         return dg.MetadataValue.text(found.commit)
@@ -180,7 +182,7 @@ def _adapter(access: hub.HubAccess, found: hub.RevisionListing) -> dg.MetadataVa
 
 def _resolve(
     store: Store, target: Target, key: str, repo: str, revision: str, find: _Find
-) -> hub.RevisionListing:
+) -> RevisionListing:
     """A revision as it is now, or the commit that it is pinned to at `key`."""
     if target.profile.track == "follow":
         return find(repo, revision)
@@ -213,15 +215,15 @@ def _pin(store: Store, key: str, pin: _Pin) -> str:
 class _Taken(NamedTuple):
     """What was brought to where workers read it."""
 
-    snapshot: hub.Snapshot
+    snapshot: Snapshot
     adapters: tuple[AdapterRecord, ...]
     metadata: dict[str, bool | int | float]
 
 
 def _take(
     snapshots: Snapshots,
-    listing: hub.RevisionListing,
-    adapters: Mapping[str, hub.RevisionListing],
+    listing: RevisionListing,
+    adapters: Mapping[str, RevisionListing],
 ) -> _Taken:
     target, access = snapshots.target, snapshots.access
     # Before anything is downloaded, also what is not the model's.
@@ -234,7 +236,7 @@ def _take(
         if problem:
             raise HubError(f"{target.model} {target.suffix}: {problem}")
 
-    def take(found: hub.RevisionListing, check: mirroring.Check | None = None) -> hub.Snapshot:
+    def take(found: RevisionListing, check: mirroring.Check | None = None) -> Snapshot:
         nonlocal downloaded
         if snapshots.are_mirrored(found.model):
             mirrored.append(mirroring.bring(snapshots.work, found, check))
@@ -357,7 +359,7 @@ def _stored(
 
 def _from_manifest(
     manifest: Manifest, target: Target
-) -> tuple[hub.Snapshot, tuple[AdapterRecord, ...]]:
+) -> tuple[Snapshot, tuple[AdapterRecord, ...]]:
     """What was downloaded when the build was made; nothing of it is needed again."""
     snapshot = _snapshot(target.model, manifest.snapshot, target.profile.revision)
     wanted = {adapter.name: adapter.revision for adapter in target.profile.adapters}
@@ -371,8 +373,8 @@ def _from_manifest(
     return snapshot, adapters
 
 
-def _snapshot(repo: str, entry: SnapshotEntry, revision: str) -> hub.Snapshot:
-    return hub.Snapshot.model_validate(
+def _snapshot(repo: str, entry: SnapshotEntry, revision: str) -> Snapshot:
+    return Snapshot.model_validate(
         {"model": repo, **jsonio.dump_record(entry), "revision": revision}
     )
 

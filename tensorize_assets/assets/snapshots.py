@@ -11,6 +11,9 @@ import dagster as dg
 from tensorize_assets.assets.target import Target
 from tensorize_assets.core import hub, mirror, mirroring
 from tensorize_assets.core.errors import CatalogError, HubError
+from tensorize_assets.core.hub_access import HubAccess
+from tensorize_assets.core.hub_download import Progress
+from tensorize_assets.core.hub_files import Snapshot
 from tensorize_assets.core.manifest import SnapshotEntry
 from tensorize_assets.core.protocol import format_bytes
 from tensorize_assets.core.records import AdapterRecord
@@ -24,7 +27,7 @@ from tensorize_assets.resources.launchers.base import Launcher
 _SAID_EVERY_S = 10.0
 
 
-def snapshot_entry(snapshot: hub.Snapshot) -> SnapshotEntry:
+def snapshot_entry(snapshot: Snapshot) -> SnapshotEntry:
     """A snapshot as manifests have it."""
     return SnapshotEntry(
         revision=snapshot.revision,
@@ -42,7 +45,7 @@ class Snapshots(NamedTuple):
     catalog: CatalogResource
     launcher: Launcher
     store: Store
-    access: hub.HubAccess
+    access: HubAccess
     keyring: KeyringResource
 
     @classmethod
@@ -100,7 +103,7 @@ class Snapshots(NamedTuple):
         for repo in repos:
             self.are_mirrored(repo)
 
-    def source(self, snapshot: hub.Snapshot, *, adapter: bool = False) -> SnapshotSource:
+    def source(self, snapshot: Snapshot, *, adapter: bool = False) -> SnapshotSource:
         """Where workers find a snapshot that was checked before; brought there if it is gone.
 
         Raises as `hub.ensure_local` and `mirroring.bring` do, and as `are_mirrored`.
@@ -137,7 +140,7 @@ class Snapshots(NamedTuple):
             source=self.source(found, adapter=True),
         )
 
-    def progress(self, repo: str, done_is: str) -> hub.Progress:
+    def progress(self, repo: str, done_is: str) -> Progress:
         """Says in the log, now and then, how many bytes are done."""
         said_at = time.monotonic()
 
@@ -151,7 +154,7 @@ class Snapshots(NamedTuple):
 
         return progress
 
-    def _bring_again(self, snapshot: hub.Snapshot, adapter: bool) -> None:
+    def _bring_again(self, snapshot: Snapshot, adapter: bool) -> None:
         if adapter:
             listing = mirroring.resolve_adapter(self.work, snapshot.model, snapshot.commit)
         else:

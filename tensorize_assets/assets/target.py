@@ -17,7 +17,7 @@ from tensorize_assets.core.errors import (
     HubUnavailableError,
     TensorizeAssetsError,
 )
-from tensorize_assets.core.hub import HubAccess
+from tensorize_assets.core.hub_access import HubAccess
 from tensorize_assets.core.jsonio import Record
 from tensorize_assets.core.records import BuildRecord
 from tensorize_assets.partitions import MODEL, SUFFIX

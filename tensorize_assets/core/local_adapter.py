@@ -11,8 +11,10 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from tensorize_assets.core import hub, layout
+from tensorize_assets.core import hub_access, layout
 from tensorize_assets.core.errors import HubError
+from tensorize_assets.core.hub_access import HubAccess
+from tensorize_assets.core.hub_files import HubFile, RevisionListing
 from tensorize_assets.core.manifest import FileEntry
 from tensorize_assets.core.store import Hasher, read_chunks
 
@@ -21,7 +23,7 @@ _OWNER = "_local"
 _NO_BLOB = "0" * 40
 
 
-def take(access: hub.HubAccess, folder: Path) -> tuple[str, str]:
+def take(access: HubAccess, folder: Path) -> tuple[str, str]:
     """Copy the adapter in `folder` into the cache; return its repo and its commit.
 
     Raises HubError where it is no adapter of PEFT.
@@ -34,7 +36,7 @@ def take(access: hub.HubAccess, folder: Path) -> tuple[str, str]:
         )
     commit = commit_of(_entry(folder / name) for name in names)
     repo = f"{_OWNER}/{name_of(folder.resolve().name)}"
-    target = hub.snapshot_dir(access, repo, commit)
+    target = hub_access.snapshot_dir(access, repo, commit)
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         shutil.copyfile(folder / name, target / name)
@@ -46,9 +48,9 @@ def is_local(repo: str) -> bool:
     return repo.startswith(f"{_OWNER}/")
 
 
-def resolve(access: hub.HubAccess, repo: str, commit: str) -> hub.RevisionListing:
+def resolve(access: HubAccess, repo: str, commit: str) -> RevisionListing:
     """As `hub.resolve_adapter`, of what `take` copied. Raises HubError where that is gone."""
-    folder = hub.snapshot_dir(access, repo, commit)
+    folder = hub_access.snapshot_dir(access, repo, commit)
     weights = _weights(folder)
     if not weights or not (folder / layout.ADAPTER_CONFIG).is_file():
         raise HubError(f"{folder} is gone from the cache; start `tensorize build --lora-path` anew")
@@ -65,17 +67,15 @@ def commit_of(files: Iterable[FileEntry]) -> str:
     return whole.hexdigest()
 
 
-def listing_of(repo: str, commit: str, files: Iterable[FileEntry]) -> hub.RevisionListing:
+def listing_of(repo: str, commit: str, files: Iterable[FileEntry]) -> RevisionListing:
     """Return an adapter's files as a Hub would declare them."""
     chosen = sorted(files, key=lambda file: file.path)
-    return hub.RevisionListing(
+    return RevisionListing(
         model=repo,
         revision=commit,
         commit=commit,
         files=tuple(
-            hub.HubFile(
-                path=file.path, size=file.size, lfs_sha256=file.sha256, git_blob_id=_NO_BLOB
-            )
+            HubFile(path=file.path, size=file.size, lfs_sha256=file.sha256, git_blob_id=_NO_BLOB)
             for file in chosen
         ),
         weights_format="bin" if chosen[-1].path.endswith(".bin") else "safetensors",

@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from tensorize_assets.core import hub, layout, lease, local_adapter, mirror
+from tensorize_assets.core import hub, hub_config, layout, lease, local_adapter, mirror
 from tensorize_assets.core.errors import HubError, StoreError
+from tensorize_assets.core.hub_access import HubAccess
+from tensorize_assets.core.hub_download import Progress
+from tensorize_assets.core.hub_files import HubFile, RevisionListing, Snapshot, SnapshotFile
 from tensorize_assets.core.manifest import FileEntry
 from tensorize_assets.core.protocol import format_bytes
 from tensorize_assets.core.signing import SecretKey
@@ -30,7 +33,7 @@ class Mirrored(NamedTuple):
     Bytes that this call sent to the mirror, and bytes that were there before it.
     """
 
-    snapshot: hub.Snapshot
+    snapshot: Snapshot
     downloaded: bool
     sent_bytes: int
     kept_bytes: int
@@ -44,15 +47,15 @@ class Work(NamedTuple):
     """
 
     store: Store
-    access: hub.HubAccess
+    access: HubAccess
     say: Say
-    progress: Callable[[str, str], hub.Progress]
+    progress: Callable[[str, str], Progress]
     key: SecretKey | None = None
     lease_expiry_s: float = lease.EXPIRY_S
     lease_beat_s: float = lease.BEAT_S
 
 
-def bring(work: Work, listing: hub.RevisionListing, check: Check | None = None) -> Mirrored:
+def bring(work: Work, listing: RevisionListing, check: Check | None = None) -> Mirrored:
     """Have the files of a listing in the mirror, and return them as they were checked.
 
     Where they are there, nothing is downloaded. Where another run is at it, on this machine or
@@ -94,7 +97,7 @@ def bring(work: Work, listing: hub.RevisionListing, check: Check | None = None) 
     return Mirrored(snapshot, True, *sent)
 
 
-def find(work: Work, listing: hub.RevisionListing) -> hub.Snapshot | None:
+def find(work: Work, listing: RevisionListing) -> Snapshot | None:
     """Return the snapshot of a listing if the mirror has it whole; None where it has not.
 
     Small files are read, and held against the Hub's hashes; of large ones it is looked whether
@@ -126,19 +129,19 @@ def find(work: Work, listing: hub.RevisionListing) -> hub.Snapshot | None:
             work.say(f"{work.store.uri(key)} is not {file.path} of {model}: removed")
             work.store.delete(key)
             return None
-    return hub.Snapshot(
+    return Snapshot(
         model=model,
         revision=listing.revision,
         commit=commit,
         files=tuple(
-            hub.SnapshotFile(path=file.path, size=file.size, sha256=file.sha256)
+            SnapshotFile(path=file.path, size=file.size, sha256=file.sha256)
             for file in sorted(chosen, key=lambda file: file.path)
         ),
         weights_format=listing.weights_format,
     )
 
 
-def resolve_adapter(work: Work, repo: str, revision: str) -> hub.RevisionListing:
+def resolve_adapter(work: Work, repo: str, revision: str) -> RevisionListing:
     """As `hub.resolve_adapter`, or of a local adapter, which the mirror may have alone.
 
     Raises HubError where it is gone from this machine and was never mirrored.
@@ -155,7 +158,7 @@ def resolve_adapter(work: Work, repo: str, revision: str) -> hub.RevisionListing
         return local_adapter.listing_of(repo, revision, known.files)
 
 
-def as_list(snapshot: hub.Snapshot) -> mirror.SnapshotList:
+def as_list(snapshot: Snapshot) -> mirror.SnapshotList:
     """A snapshot as the mirror lists it."""
     return mirror.SnapshotList(
         model=snapshot.model,
@@ -165,14 +168,14 @@ def as_list(snapshot: hub.Snapshot) -> mirror.SnapshotList:
     )
 
 
-def entries_of(snapshot: hub.Snapshot) -> tuple[FileEntry, ...]:
+def entries_of(snapshot: Snapshot) -> tuple[FileEntry, ...]:
     """A snapshot's files as manifests and the mirror have them."""
     return tuple(
         FileEntry(path=file.path, size=file.size, sha256=file.sha256) for file in snapshot.files
     )
 
 
-def read_config(store: Store, snapshot: hub.Snapshot) -> dict[str, JsonValue]:
+def read_config(store: Store, snapshot: Snapshot) -> dict[str, JsonValue]:
     """Return config.json of a mirrored snapshot.
 
     Raises HubError when it has none; StoreError when what is there is another file.
@@ -189,10 +192,10 @@ def read_config(store: Store, snapshot: hub.Snapshot) -> dict[str, JsonValue]:
         raise StoreError(
             f"{store.uri(key)} is damaged; remove it and materialize hf_snapshot again"
         )
-    return hub.parse_config(data, f"config.json of {snapshot.model}@{snapshot.commit}")
+    return hub_config.parse_config(data, f"config.json of {snapshot.model}@{snapshot.commit}")
 
 
-def _found(work: Work, listing: hub.RevisionListing, check: Check | None) -> Mirrored | None:
+def _found(work: Work, listing: RevisionListing, check: Check | None) -> Mirrored | None:
     snapshot = find(work, listing)
     if snapshot is None:
         return None
@@ -202,7 +205,7 @@ def _found(work: Work, listing: hub.RevisionListing, check: Check | None) -> Mir
     return Mirrored(snapshot, False, 0, sum(file.size for file in snapshot.files))
 
 
-def _is_declared(store: Store, model: str, file: hub.HubFile, entry: FileEntry) -> bool:
+def _is_declared(store: Store, model: str, file: HubFile, entry: FileEntry) -> bool:
     """Whether the object has both hashes: the one that the list says, and the Hub's."""
     git = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
     hasher = Hasher()

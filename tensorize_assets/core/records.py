@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 
 from tensorize_assets.core.build import BuildInputs
 from tensorize_assets.core.catalog import Encryption
-from tensorize_assets.core.hub import Snapshot
+from tensorize_assets.core.hub_files import Snapshot
 from tensorize_assets.core.jsonio import BuildId, KeyId, PathPart, Record, RelativePath, Sha256
 from tensorize_assets.core.tasks import AdaptersResult, EncryptResult, ShardResult
 

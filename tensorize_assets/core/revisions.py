@@ -19,6 +19,8 @@ from tensorize_assets.core import hub, jsonio, local_adapter
 from tensorize_assets.core.catalog import Catalog, Profile
 from tensorize_assets.core.catalog_automation import RevisionWatch
 from tensorize_assets.core.errors import HubError, HubUnavailableError
+from tensorize_assets.core.hub_access import HubAccess
+from tensorize_assets.core.hub_files import RevisionListing
 from tensorize_assets.core.printable import printable
 
 # As many connections as the Hub's client keeps open.
@@ -119,7 +121,7 @@ def followed(catalog: Catalog) -> dict[str, Followed]:
     }
 
 
-def fingerprint(listing: hub.RevisionListing) -> str:
+def fingerprint(listing: RevisionListing) -> str:
     """A hash of the paths and contents that a build is made of: 16 hex digits."""
     hasher = hashlib.sha256()
     for path, blob in sorted((file.path, file.blob) for file in listing.files):
@@ -145,7 +147,7 @@ def hinted(
 
 
 def look(
-    access: hub.HubAccess,
+    access: HubAccess,
     wanted: Mapping[str, Followed],
     watches: Mapping[str, Watch],
     trouble: Trouble | None,
@@ -229,14 +231,14 @@ def _is_due(watch: Watch, revision: str, every: float, now: float) -> bool:
 
 
 def _ask(
-    pool: ThreadPoolExecutor, access: hub.HubAccess, wanted: Sequence[Followed], deadline: float
+    pool: ThreadPoolExecutor, access: HubAccess, wanted: Sequence[Followed], deadline: float
 ) -> dict[Followed, _Heard | HubError]:
     futures = {pool.submit(_one, access, one): one for one in wanted}
     done, _ = wait(futures, timeout=max(0.0, deadline - time.monotonic()))
     return {one: future.result() for future, one in futures.items() if future in done}
 
 
-def _one(access: hub.HubAccess, wanted: Followed) -> _Heard | HubError:
+def _one(access: HubAccess, wanted: Followed) -> _Heard | HubError:
     find = hub.resolve if wanted.kind == "model" else hub.resolve_adapter
     try:
         listing = find(access, wanted.repo, wanted.revision, _TIMEOUT_S)

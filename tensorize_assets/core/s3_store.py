@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import io
-import mmap
 import os
-import queue
 import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -51,6 +48,7 @@ from tensorize_assets.core.s3_errors import (
     explained,
     not_s3,
 )
+from tensorize_assets.core.s3_parts import THREADS, PartBody, PartSender
 from tensorize_assets.core.store import (
     FileDigest,
     Hasher,
@@ -65,12 +63,10 @@ from tensorize_assets.core.store import explained as explained_file
 
 _MiB = 1024 * 1024
 
-# Measured: larger parts or more threads are not faster, and all buffers stay below 160 MiB.
+# Measured: larger parts are not faster.
 PART_BYTES = 16 * _MiB
-_THREADS = 8
-_BUFFERS_BYTES = 160 * _MiB
 
-_STEP_BYTES = 1024 * 1024
+_STEP_BYTES = _MiB
 
 # Metadata of an object that went up in parts: which upload it came from.
 _MARK = "tensorize-assets-upload"
@@ -82,9 +78,8 @@ _COPY_PART_BYTES = 256 * _MiB
 
 _CONFLICT_ATTEMPTS = 5
 
-# A worker that is told to stop is killed 10 s later. So much is spent on parts on their way, and
-# then on aborting their upload, each try of it so long at most.
-_STOP_WAIT_S = 1.0
+# A worker that is told to stop is killed 10 s later: what the wait for its parts leaves of them is
+# for aborting their upload, each try of it so long at most.
 _ABORT_TIMEOUT_S = 2.0
 _ABORT_ATTEMPTS = 2
 
@@ -540,7 +535,7 @@ class S3Store:
         orphans = [upload for upload in self._uploads(key, "put") if upload.key == at["Key"]]
         upload, mark = self._begin(key)
         try:
-            with _Sender(partial(self._send_part, key, upload), size, part_bytes) as sender:
+            with PartSender(partial(self._send_part, key, upload), size, part_bytes) as sender:
                 for chunk in _upto(size, chunks, hasher):
                     sender.send(chunk)
                 parts = sender.finish()
@@ -565,7 +560,7 @@ class S3Store:
             return {**at, "UploadId": answer["UploadId"]}, mark
 
     def _send_part(
-        self, key: str, upload: dict[str, str], number: int, body: _Body
+        self, key: str, upload: dict[str, str], number: int, body: PartBody
     ) -> dict[str, Any]:
         sums = checksum(self._client, body.data)
         with self._explained("put", key):
@@ -628,7 +623,7 @@ class S3Store:
             return {"PartNumber": number, **kept}
 
         try:
-            with ThreadPoolExecutor(_THREADS) as pool:
+            with ThreadPoolExecutor(THREADS) as pool:
                 futures = [
                     pool.submit(copy_part, number + 1) for number in range(-(-size // part_bytes))
                 ]
@@ -776,141 +771,6 @@ class _Tee:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-
-
-class _Sender:
-    """Fills buffers of one part each from chunks, and sends them from threads of its own.
-
-    Leaving the context stops the parts on their way, and waits a moment for them: one that
-    arrives after its upload was aborted may be kept.
-    """
-
-    def __init__(
-        self, send: Callable[[int, _Body], dict[str, Any]], size: int, part_bytes: int
-    ) -> None:
-        self._send = send
-        self._part_bytes = part_bytes
-        parts = -(-size // part_bytes)
-        # One buffer more than threads is filled meanwhile.
-        threads = max(1, min(_THREADS, parts, _BUFFERS_BYTES // part_bytes - 1))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="put")
-        self._free: queue.SimpleQueue[mmap.mmap | None] = queue.SimpleQueue()
-        for _ in range(threads + 1):
-            self._free.put(None)
-        self._buffer: mmap.mmap | None = None
-        self._filled = 0
-        self._sent: list[Future[dict[str, Any]]] = []
-        self._error: BaseException | None = None
-        self._stopped = threading.Event()
-
-    def __enter__(self) -> _Sender:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stopped.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        # Not `shutdown`'s own wait: one that the network swallows takes minutes to end.
-        wait([part for part in self._sent if not part.cancelled()], timeout=_STOP_WAIT_S)
-
-    def send(self, chunk: bytes) -> None:
-        """Take the next bytes. Raises what a part before them failed with."""
-        rest = memoryview(chunk)
-        while rest:
-            if self._buffer is None:
-                # Not a bytearray: freed, its memory often stays with the process.
-                self._buffer = self._free.get() or mmap.mmap(-1, self._part_bytes)
-                if self._error is not None:
-                    raise self._error
-            room = self._part_bytes - self._filled
-            taken = rest[:room]
-            self._buffer[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            rest = rest[room:]
-            if self._filled == self._part_bytes:
-                self._submit()
-
-    def finish(self) -> list[dict[str, Any]]:
-        """Send what is left and return the parts as S3 wants them listed."""
-        if self._filled:
-            self._submit()
-        wait(self._sent)
-        if self._error is not None:
-            raise self._error
-        return [future.result() for future in self._sent]
-
-    def _submit(self) -> None:
-        buffer, length = self._buffer, self._filled
-        assert buffer is not None
-        self._buffer, self._filled = None, 0
-        self._sent.append(self._pool.submit(self._run, len(self._sent) + 1, buffer, length))
-
-    def _run(self, number: int, buffer: mmap.mmap, length: int) -> dict[str, Any]:
-        try:
-            if self._stopped.is_set() or self._error is not None:
-                raise CancelledError
-            return self._send(number, _Body(memoryview(buffer)[:length], self._stopped))
-        except (CancelledError, _Stop):
-            raise
-        except BaseException as error:
-            self._error = self._error or error
-            raise
-        finally:
-            self._free.put(buffer)
-
-
-class _Body(io.RawIOBase):
-    """A part's bytes as the file that boto3 wants, without a copy of them.
-
-    Given as bytes they are copied for each attempt, and once more for a signature made by awscrt.
-    Once `stopped` is set, neither the attempt nor another one goes on.
-    """
-
-    def __init__(self, data: memoryview, stopped: threading.Event) -> None:
-        self.data = data
-        self._stopped = stopped
-        self._position = 0
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._require_wanted()
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self.data)}
-        self._position = base[whence] + offset
-        return self._position
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        self._require_wanted()
-        # http.client asks for 16 KiB a time and sends whatever it gets; between many threads,
-        # each such step costs more than what it sends.
-        wanted = len(self.data) if size is None or size < 0 else max(size, _STEP_BYTES)
-        found = self.data[self._position : self._position + wanted]
-        self._position += len(found)
-        return bytes(found)
-
-    def readinto(self, buffer: Any, /) -> int:
-        self._require_wanted()
-        found = self.data[self._position : self._position + len(buffer)]
-        buffer[: len(found)] = found
-        self._position += len(found)
-        return len(found)
-
-    def _require_wanted(self) -> None:
-        if self._stopped.is_set():
-            raise _Stop
-
-
-class _Stop(BaseException):
-    """A part is not wanted any more. boto3 would make a new attempt of any Exception."""
 
 
 def _upto(size: int, chunks: Iterable[bytes], hasher: Hasher) -> Iterator[bytes]:

@@ -15,6 +15,7 @@ from tensorize_assets.core import hub, layout
 from tensorize_assets.core.copy import copy_file
 from tensorize_assets.core.errors import CatalogError, ManifestError, StoreError
 from tensorize_assets.core.http_folder import HttpFolder
+from tensorize_assets.core.hub_access import HubAccess
 from tensorize_assets.core.local_store import LocalStore
 from tensorize_assets.core.manifest import Manifest, SignedManifest, read_unplaced
 from tensorize_assets.core.served import small_files
@@ -140,7 +141,7 @@ def gather(reader: Directory, manifest: Manifest | None, folder: Path) -> Path |
     return folder
 
 
-def from_hub(access: hub.HubAccess, model: str, revision: str) -> Path:
+def from_hub(access: HubAccess, model: str, revision: str) -> Path:
     """Return the folder of a Hub repo's config and tokenizer. Raises as `hub.resolve`."""
     listing = hub.resolve(access, model, revision)
     small = tuple(file for file in listing.files if not file.path.endswith(_WEIGHTS))

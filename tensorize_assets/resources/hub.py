@@ -8,7 +8,7 @@ from pathlib import Path
 import dagster as dg
 from pydantic import Field, SecretStr
 
-from tensorize_assets.core.hub import HubAccess
+from tensorize_assets.core.hub_access import HubAccess
 
 
 class HubResource(dg.ConfigurableResource["HubResource"]):

@@ -17,7 +17,8 @@ from chain_home import MODEL, NO_WORKER, UP_TO_ARTIFACT, Home, oneshot, stand_in
 from tensorize_assets import partitions
 from tensorize_assets.assets import snapshots, target
 from tensorize_assets.core import channel, compare, hub, layout, manifest, signing
-from tensorize_assets.core.hub import HubAccess, RevisionListing
+from tensorize_assets.core.hub_access import HubAccess
+from tensorize_assets.core.hub_files import RevisionListing
 from tensorize_assets.core.verify import verify_directory
 from tensorize_assets.demo.hub_server import LocalHub
 

@@ -22,18 +22,10 @@ from pydantic import SecretStr, ValidationError
 
 import tensorize_assets
 from tensorize_assets.core.errors import HubError, HubUnavailableError
-from tensorize_assets.core.hub import (
-    HubAccess,
-    RevisionListing,
-    Snapshot,
-    SnapshotFile,
-    download,
-    ensure_local,
-    local_path,
-    read_config,
-    resolve,
-    resolve_adapter,
-)
+from tensorize_assets.core.hub import download, ensure_local, local_path, resolve, resolve_adapter
+from tensorize_assets.core.hub_access import HubAccess
+from tensorize_assets.core.hub_config import read_config
+from tensorize_assets.core.hub_files import RevisionListing, Snapshot, SnapshotFile
 from tensorize_assets.demo.hub_server import LocalHub
 
 MODEL = "org/model"
@@ -399,7 +391,8 @@ def test_offline_mode_is_named(hub: LocalHub, tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from tensorize_assets.core.errors import HubError
-from tensorize_assets.core.hub import HubAccess, resolve
+from tensorize_assets.core.hub import resolve
+from tensorize_assets.core.hub_access import HubAccess
 try:
     access = HubAccess(endpoint={hub.endpoint!r}, cache_dir=Path({str(tmp_path)!r}))
     resolve(access, {MODEL!r}, "main")
@@ -734,7 +727,8 @@ def test_processes_share_one_download(hub: LocalHub, access: HubAccess) -> None:
     hub.latency_s = 0.3
     script = f"""
 from pathlib import Path
-from tensorize_assets.core.hub import HubAccess, download, resolve
+from tensorize_assets.core.hub import download, resolve
+from tensorize_assets.core.hub_access import HubAccess
 access = HubAccess(endpoint={hub.endpoint!r}, cache_dir=Path({str(access.cache_dir)!r}))
 print(download(access, {MODEL!r}, resolve(access, {MODEL!r}, "main"))[0].model_dump_json())
 """
@@ -1048,7 +1042,8 @@ def test_the_login_of_the_user_stays_at_home(hub: LocalHub, tmp_path: Path) -> N
     commit = hub.commit(MODEL, FILES)
     script = f"""
 from pathlib import Path
-from tensorize_assets.core.hub import HubAccess, resolve
+from tensorize_assets.core.hub import resolve
+from tensorize_assets.core.hub_access import HubAccess
 # Sent, this unknown token would be refused.
 access = HubAccess(endpoint={hub.endpoint!r}, cache_dir=Path({str(tmp_path)!r}))
 print(resolve(access, {MODEL!r}, "main").commit)

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tensorize_assets.core import hub, local_adapter
+from tensorize_assets.core import hub, hub_access, local_adapter
 from tensorize_assets.core.catalog import Adapter
 from tensorize_assets.core.errors import HubError
+from tensorize_assets.core.hub_access import HubAccess
 
 # Nobody is asked.
 ENDPOINT = "http://127.0.0.1:9"
 
 
 @pytest.fixture
-def access(tmp_path: Path) -> hub.HubAccess:
-    return hub.HubAccess(endpoint=ENDPOINT, cache_dir=tmp_path / "cache")
+def access(tmp_path: Path) -> HubAccess:
+    return HubAccess(endpoint=ENDPOINT, cache_dir=tmp_path / "cache")
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def adapter(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_is_found_as_one_of_the_hub_is(access: hub.HubAccess, adapter: Path) -> None:
+def test_it_is_found_as_one_of_the_hub_is(access: HubAccess, adapter: Path) -> None:
     """Later steps of a build know no other way, and no server is asked."""
     repo, commit = local_adapter.take(access, adapter)
     assert local_adapter.is_local(repo)
@@ -46,7 +47,7 @@ def test_it_is_found_as_one_of_the_hub_is(access: hub.HubAccess, adapter: Path) 
     assert b"weights" == (folder / "adapter_model.safetensors").read_bytes()
 
 
-def test_its_commit_is_that_of_its_content(access: hub.HubAccess, adapter: Path) -> None:
+def test_its_commit_is_that_of_its_content(access: HubAccess, adapter: Path) -> None:
     """Changed weights are another build; the same ones are none."""
     first = local_adapter.take(access, adapter)
     assert first == local_adapter.take(access, adapter)
@@ -54,10 +55,10 @@ def test_its_commit_is_that_of_its_content(access: hub.HubAccess, adapter: Path)
     assert first[1] != local_adapter.take(access, adapter)[1]
 
 
-def test_what_is_no_adapter_or_is_gone_is_refused(access: hub.HubAccess, adapter: Path) -> None:
+def test_what_is_no_adapter_or_is_gone_is_refused(access: HubAccess, adapter: Path) -> None:
     """With what is missing, and what to do."""
     repo, commit = local_adapter.take(access, adapter)
-    (hub.snapshot_dir(access, repo, commit) / "adapter_config.json").unlink()
+    (hub_access.snapshot_dir(access, repo, commit) / "adapter_config.json").unlink()
     with pytest.raises(HubError, match="start `tensorize build --lora-path` anew"):
         local_adapter.resolve(access, repo, commit)
     (adapter / "adapter_model.safetensors").unlink()

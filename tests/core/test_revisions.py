@@ -13,7 +13,7 @@ from tensorize_assets.core import hub as core_hub
 from tensorize_assets.core import revisions
 from tensorize_assets.core.catalog import Catalog
 from tensorize_assets.core.catalog_automation import RevisionWatch
-from tensorize_assets.core.hub import HubAccess
+from tensorize_assets.core.hub_access import HubAccess
 from tensorize_assets.core.revisions import THE_HUB, Followed, Looked, Watch, followed, look
 from tensorize_assets.demo.hub_server import LocalHub
 

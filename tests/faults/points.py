@@ -64,9 +64,19 @@ def _of_only() -> Iterator[Point]:
     yield from _put(asset, "the sealed data key", r"^keys/\w+/anna ")
     yield from _put(asset, "the key's record", r"^keys/\w+\.json ")
     yield from _put(asset, "which key the build has", r"^keys/builds/")
-    yield Point(asset, "the download", "the step", "before", "tensorize_assets.core.hub:_fetch")
+    yield Point(
+        asset,
+        "the download",
+        "the step",
+        "before",
+        "tensorize_assets.core.hub_download:fetch_files",
+    )
     yield from _around(
-        asset, "hashing what came", "the step", "tensorize_assets.core.hub:_verify", "tiny/llama"
+        asset,
+        "hashing what came",
+        "the step",
+        "tensorize_assets.core.hub_verify:verify_files",
+        "tiny/llama",
     )
     yield from _record(asset)
 

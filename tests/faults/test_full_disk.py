@@ -38,7 +38,7 @@ class Moment(NamedTuple):
 
 _STORE = "tensorize_assets.core.local_store:LocalStore"
 MOMENTS = (
-    Moment("hf_snapshot", "the download", "hub", "tensorize_assets.core.hub:_fetch"),
+    Moment("hf_snapshot", "the download", "hub", "tensorize_assets.core.hub_download:fetch_files"),
     Moment(
         "tensorized_shards",
         "writing the shard",

@@ -21,9 +21,10 @@ from lying_hub import Answer, LyingHub
 
 import tensorize_assets
 from tensorize_assets.assets import target
-from tensorize_assets.core import hub, mirroring
+from tensorize_assets.core import hub, hub_access, hub_config, hub_download, mirroring
 from tensorize_assets.core.errors import HubError, HubUnavailableError
-from tensorize_assets.core.hub import HubAccess
+from tensorize_assets.core.hub_access import HubAccess
+from tensorize_assets.core.hub_files import RevisionListing
 from tensorize_assets.core.local_store import LocalStore
 
 CONFIG = b'{"num_attention_heads": 4, "architectures": ["LlamaForCausalLM"]}'
@@ -54,14 +55,14 @@ class Build:
         self.root = folder / "home" / "artifacts"
         self.access = HubAccess(endpoint=bad.endpoint, cache_dir=folder / "cache")
 
-    def bring(self, listing: hub.RevisionListing | None = None) -> mirroring.Mirrored:
+    def bring(self, listing: RevisionListing | None = None) -> mirroring.Mirrored:
         """Have the Hub's files in the mirror of the root."""
         work = mirroring.Work(
             LocalStore(self.root), self.access, lambda _: None, lambda *_: lambda *_: None
         )
         return mirroring.bring(work, listing or hub.resolve(self.access, MODEL, "main"))
 
-    def refused(self, listing: hub.RevisionListing | None = None) -> str:
+    def refused(self, listing: RevisionListing | None = None) -> str:
         """Why nothing was brought."""
         with pytest.raises(HubError) as caught:
             self.bring(listing)
@@ -329,9 +330,9 @@ def test_a_file_that_never_ends_is_not_read_to_the_end_of_the_disk(bad: Build) -
 
 def test_xet_may_move_more_bytes_than_a_file_has() -> None:
     """Its chunks are shared with other files; it holds the length of what it writes itself."""
-    bar = hub._quiet_bar(threading.Event(), 10)
+    bar = hub_download._quiet_bar(threading.Event(), 10)
     bar(total=10, position=1).update(100)
-    with pytest.raises(hub._TooLongError):
+    with pytest.raises(hub_download._TooLongError):
         bar(total=10, initial=0).update(11)
 
 
@@ -495,8 +496,9 @@ import resource, sys
 from pathlib import Path
 from tensorize_assets.core import hub
 from tensorize_assets.core.errors import HubError
+from tensorize_assets.core.hub_access import HubAccess
 
-access = hub.HubAccess(endpoint=sys.argv[1], cache_dir=Path(sys.argv[2]))
+access = HubAccess(endpoint=sys.argv[1], cache_dir=Path(sys.argv[2]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 listing = hub.resolve(access, "tiny/llama", "main")
 try:
@@ -561,7 +563,9 @@ def test_a_branch_that_moves_between_resolve_and_download(bad: Build) -> None:
     bad.hub.commit(MODEL, {**FILES, "config.json": b'{"other": 1}'})
     found = bad.bring(listing)
     assert found.snapshot.commit == listing.commit
-    assert hub.read_config(hub.snapshot_dir(bad.access, MODEL, listing.commit))["architectures"]
+    assert hub_config.read_config(hub_access.snapshot_dir(bad.access, MODEL, listing.commit))[
+        "architectures"
+    ]
 
 
 @bad_hub(

@@ -14,7 +14,8 @@ import pytest
 from chain_home import MODEL, NO_WORKER, Home, Run, stand_in, weights
 
 from tensorize_assets.assets.target import ADAPTER_COMMITS_TAG
-from tensorize_assets.core import hub, layout, local_adapter, mirror, sealing
+from tensorize_assets.core import layout, local_adapter, mirror, sealing
+from tensorize_assets.core.hub_access import HubAccess
 from tensorize_assets.core.s3 import S3Settings
 from tensorize_assets.demo.hub_server import LocalHub
 from tensorize_assets.demo.s3_server import REGION, LocalS3
@@ -277,7 +278,7 @@ def test_a_local_adapter_is_mirrored_too(
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 8}')
     (folder / "adapter_model.safetensors").write_bytes(weights(b"matrices"))
-    access = hub.HubAccess(endpoint=s3_home.endpoint, cache_dir=s3_home.folder / "hub")
+    access = HubAccess(endpoint=s3_home.endpoint, cache_dir=s3_home.folder / "hub")
     repo, commit = local_adapter.take(access, folder)
     s3_home.write_catalog(
         {MODEL: {"v1": {"adapters": [{"name": "poet", "repo": repo, "revision": commit}]}}}

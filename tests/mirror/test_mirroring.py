@@ -15,7 +15,7 @@ from chain_home import weights
 
 from tensorize_assets.core import hub, layout, lease, local_adapter, mirror, mirroring
 from tensorize_assets.core.errors import HubError, StoreError
-from tensorize_assets.core.hub import HubAccess
+from tensorize_assets.core.hub_access import HubAccess
 from tensorize_assets.core.mirroring import Mirrored, Work, bring
 from tensorize_assets.core.store import Store
 from tensorize_assets.demo.hub_server import LocalHub
