@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import dagster as dg
 
 from tensorize_assets import partitions
 from tensorize_assets.assets.target import ONESHOT_TAG, Oneshot
+from tensorize_assets.automation import run_lock
 from tensorize_assets.core.catalog import Catalog
 from tensorize_assets.core.errors import CatalogError, TensorizeAssetsError
 from tensorize_assets.core.layout import ONESHOT_PARTITION
@@ -117,14 +119,18 @@ def _execute(
     instance: dg.DagsterInstance, home: Path, model: str, suffix: str, tags: dict[str, str]
 ) -> dg.ExecuteInProcessResult:
     job = definitions(home, loggers={"console": plain_logger}).resolve_job_def("build")
-    return job.execute_in_process(
-        instance=instance,
-        partition_key=partitions.partition_key(model, suffix),
-        tags=tags,
-        # Without it Dagster takes its own console logger, which prints every event.
-        run_config={"loggers": {"console": {}}},
-        raise_on_error=False,
-    )
+    run_id = str(uuid.uuid4())
+    with run_lock.held(home, run_id):
+        run_lock.end_lost(instance, home)
+        return job.execute_in_process(
+            instance=instance,
+            run_id=run_id,
+            partition_key=partitions.partition_key(model, suffix),
+            tags=tags,
+            # Without it Dagster takes its own console logger, which prints every event.
+            run_config={"loggers": {"console": {}}},
+            raise_on_error=False,
+        )
 
 
 def run_worker(request: WorkerRequest, result_type: type[R], secrets: Mapping[str, bytes]) -> R:

@@ -1,5 +1,7 @@
 """Dagster's own launcher, which also knows of a started run whether its process still lives."""
 
+from pathlib import Path
+
 import psutil
 from dagster import DagsterEventType, DagsterRun, DefaultRunLauncher
 from dagster._core.errors import DagsterUserCodeUnreachableError
@@ -7,6 +9,8 @@ from dagster._core.launcher import CheckRunHealthResult, WorkerStatus
 from dagster._grpc.client import DagsterGrpcClient
 from dagster._grpc.types import GetCurrentRunsResult
 from dagster._serdes import deserialize_value
+
+from tensorize_assets.automation import run_lock
 
 # What a clock may have been set forward meanwhile, which makes processes look younger.
 _CLOCK_S = 60.0
@@ -25,7 +29,12 @@ class WatchedRunLauncher(DefaultRunLauncher):
         return True
 
     def check_run_worker_health(self, run: DagsterRun) -> CheckRunHealthResult:
-        """NOT_FOUND for a run whose code server, or this machine, no longer has its process."""
+        """NOT_FOUND for a run whose code server, or this machine, no longer has its process.
+
+        A run of `tensorize build`, which no code server started, has a lock instead.
+        """
+        if run_lock.is_lost(Path(self._instance.root_directory), run.run_id):
+            return _lost("its process was killed")
         # Its signature leaves a type open.
         server = self._get_grpc_client_for_termination(  # pyright: ignore[reportUnknownMemberType]
             run.run_id

@@ -17,6 +17,7 @@ from dagster._core.events import EngineEventData
 from dagster._core.launcher import WorkerStatus
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
+from tensorize_assets.automation import run_lock
 from tensorize_assets.demo.ports import free_port
 
 SETTINGS = {
@@ -127,7 +128,7 @@ def test_a_restarted_code_server_has_lost_its_runs(instance: dg.DagsterInstance,
 @pytest.mark.parametrize(
     ("server", "why"),
     [
-        (None, "`tensorize build` runs in its own process, perhaps on another machine"),
+        (None, "a run of this process, such as a notebook's"),
         ({"host": "127.0.0.1", "port": 1}, "the code server restarts, or the network is down"),
         (ON_THIS_MACHINE, "its process has not said yet which one it is"),
     ],
@@ -137,3 +138,62 @@ def test_what_is_not_known_counts_as_alive(
 ):
     """A run that is failed while it works would be built twice at once."""
     assert WorkerStatus.RUNNING == status(instance, server), why
+
+
+_BUILDING = """
+import sys, pathlib
+from tensorize_assets.automation import run_lock
+with run_lock.held(pathlib.Path(sys.argv[1]), sys.argv[2]):
+    print(flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def build(instance: dg.DagsterInstance) -> Iterator[tuple[dg.DagsterRun, subprocess.Popen[bytes]]]:
+    """A run of `tensorize build`, and its process."""
+    run = instance.create_run_for_job(job)
+    with subprocess.Popen(
+        [sys.executable, "-c", _BUILDING, instance.root_directory, run.run_id],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        yield run, running
+        running.kill()
+
+
+def test_a_build_of_a_terminal_lives_as_long_as_its_process(
+    instance: dg.DagsterInstance, build: tuple[dg.DagsterRun, subprocess.Popen[bytes]]
+):
+    """No code server started it, and nobody else knows of its process."""
+    run, process = build
+    check = instance.run_launcher.check_run_worker_health
+    assert WorkerStatus.RUNNING == check(run).status
+    process.kill()
+    process.wait()
+    assert WorkerStatus.NOT_FOUND == check(run).status
+
+
+def test_a_build_of_another_machine_lives_as_long_as_it_says_so(
+    instance: dg.DagsterInstance, build: tuple[dg.DagsterRun, subprocess.Popen[bytes]]
+):
+    """Some file systems keep locks for their own machine only."""
+    run, process = build
+    process.kill()
+    process.wait()
+    (path,) = Path(instance.root_directory, "run_locks").iterdir()
+    path.write_text("elsewhere")
+    check = instance.run_launcher.check_run_worker_health
+    assert WorkerStatus.RUNNING == check(run).status
+    silent = time.time() - 2 * run_lock._SILENT_S
+    os.utime(path, (silent, silent))
+    assert WorkerStatus.NOT_FOUND == check(run).status
+
+
+def test_a_build_that_ended_leaves_no_lock(tmp_path: Path):
+    with run_lock.held(tmp_path, "a-run"):
+        assert not run_lock.is_lost(tmp_path, "a-run")
+    assert not run_lock.is_lost(tmp_path, "a-run")
+    assert [] == list((tmp_path / "run_locks").iterdir())
