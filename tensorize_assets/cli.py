@@ -121,7 +121,7 @@ def demo(
     hub_port: Annotated[int, typer.Option(help="Of the local Hub, with --ui.")] = 3100,
     as_json: Json = False,
 ) -> None:
-    """Build, reload, compare, publish and serve a real model, offline, through Dagster."""
+    """Build, reload, compare, publish and serve a real model through Dagster."""
     from tensorize_assets.demo import run
 
     if ui:

@@ -1,6 +1,6 @@
 """The channel: which build of a model and suffix is current, as a signed, numbered history.
 
-The only object that changes. Every move is a compare-and-swap of the whole document, so of two
+Every move is a compare-and-swap of the whole document, so of two
 racing publishers both end in the history.
 """
 
