@@ -11,7 +11,8 @@ ENV PYTHONUNBUFFERED=1 \
 # Folders that volumes are mounted at: a new volume takes their owner over.
 RUN useradd --uid 1000 --create-home tensorize \
     && install -d -o tensorize -g tensorize \
-        /data /opt/tensorize/keys /opt/tensorize/seen /var/lib/tensorize /var/lib/tensorize/tmp
+        /data /opt/tensorize/keys /opt/tensorize/seen /opt/tensorize/run_locks \
+        /var/lib/tensorize /var/lib/tensorize/tmp
 WORKDIR /opt/tensorize
 COPY pyproject.toml README.md LICENSE requirements/cpu.txt /dependencies/
 # The dependencies alone, at their pinned versions, so that a change of ours does not install them

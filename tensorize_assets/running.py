@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from dagster._core.storage.tags import MAX_RETRIES_TAG
 
 from tensorize_assets import partitions
 from tensorize_assets.assets.target import ONESHOT_TAG, Oneshot
@@ -120,8 +121,9 @@ def _execute(
 ) -> dg.ExecuteInProcessResult:
     job = definitions(home, loggers={"console": plain_logger}).resolve_job_def("build")
     run_id = str(uuid.uuid4())
-    with run_lock.held(home, run_id):
-        run_lock.end_lost(instance, home)
+    # Else Dagster says that it will try a lost run again, which it cannot, and nobody is told.
+    tags = {MAX_RETRIES_TAG: "0", **tags}
+    with run_lock.held(instance, run_id):
         return job.execute_in_process(
             instance=instance,
             run_id=run_id,

@@ -1,7 +1,5 @@
 """Dagster's own launcher, which also knows of a started run whether its process still lives."""
 
-from pathlib import Path
-
 import psutil
 from dagster import DagsterEventType, DagsterRun, DefaultRunLauncher
 from dagster._core.errors import DagsterUserCodeUnreachableError
@@ -33,8 +31,8 @@ class WatchedRunLauncher(DefaultRunLauncher):
 
         A run of `tensorize build`, which no code server started, has a lock instead.
         """
-        if run_lock.is_lost(Path(self._instance.root_directory), run.run_id):
-            return _lost("its process was killed")
+        if run_lock.is_lost(self._instance, run.run_id):
+            return _lost(run_lock.LOST)
         # Its signature leaves a type open.
         server = self._get_grpc_client_for_termination(  # pyright: ignore[reportUnknownMemberType]
             run.run_id

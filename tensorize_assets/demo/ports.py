@@ -14,10 +14,11 @@ _FIRST = 10_100
 _ATTEMPTS = 200
 
 
-def free_port() -> int:
+def free_port(twin: int = 0) -> int:
     """A port that nobody has on any address of this machine, and that is given to nobody unasked.
 
-    Drawn by chance, so that processes side by side hardly ever draw the same one.
+    Drawn by chance, so that processes side by side hardly ever draw the same one. The port that is
+    higher by `twin` is free as well.
 
     Raises:
         RuntimeError: none of the many that were tried is free.
@@ -29,11 +30,16 @@ def free_port() -> int:
     # Not the shared generator, which whoever seeds it in each process makes the same in all.
     drawn = random.SystemRandom()
     for _ in range(_ATTEMPTS):
-        port = drawn.randint(_FIRST, last)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("0.0.0.0", port))
-            except OSError:
-                continue
+        port = drawn.randint(_FIRST, last - twin)
+        if all(map(_is_free, {port, port + twin})):
             return port
     raise RuntimeError(f"no free port between {_FIRST} and {last} in {_ATTEMPTS} attempts")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+        return True

@@ -36,6 +36,7 @@ _START_S = 60.0
 _VOLUMES_S = 10.0
 _STOP_S = 1.0
 _SERVICES = ("s3", "master", "volume", "filer", "admin")
+_ADMIN_TWIN = 10_000
 _SOCKETS = ("s3.sock", "filer.sock")
 
 # Run by the child before it becomes the server. Not as `preexec_fn`, which may deadlock where
@@ -423,11 +424,9 @@ def _free_ports() -> dict[str, int]:
             ports[service] = hold(free_port())
             ports[f"{service}.grpc"] = hold(free_port())
         # Whatever it is told, its own worker looks for this twin there.
-        while True:
-            ports["admin"] = hold(free_port())
-            with contextlib.suppress(OSError):
-                ports["admin.grpc"] = hold(ports["admin"] + 10_000)
-                return ports
+        ports["admin"] = hold(free_port(twin=_ADMIN_TWIN))
+        ports["admin.grpc"] = hold(ports["admin"] + _ADMIN_TWIN)
+        return ports
 
 
 def _grpc_socket(service: str, port: int) -> Path:

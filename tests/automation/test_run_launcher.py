@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,11 +142,13 @@ def test_what_is_not_known_counts_as_alive(
 
 
 _BUILDING = """
-import sys, pathlib
+import sys
+import dagster as dg
 from tensorize_assets.automation import run_lock
-with run_lock.held(pathlib.Path(sys.argv[1]), sys.argv[2]):
-    print(flush=True)
-    input()
+with dg.DagsterInstance.local_temp(sys.argv[1]) as instance:
+    with run_lock.held(instance, sys.argv[2]):
+        print(flush=True)
+        input()
 """
 
 
@@ -162,6 +165,10 @@ def build(instance: dg.DagsterInstance) -> Iterator[tuple[dg.DagsterRun, subproc
         running.stdout.readline()
         yield run, running
         running.kill()
+
+
+def locks(instance: dg.DagsterInstance) -> Path:
+    return Path(instance.root_directory, "run_locks")
 
 
 def test_a_build_of_a_terminal_lives_as_long_as_its_process(
@@ -183,8 +190,8 @@ def test_a_build_of_another_machine_lives_as_long_as_it_says_so(
     run, process = build
     process.kill()
     process.wait()
-    (path,) = Path(instance.root_directory, "run_locks").iterdir()
-    path.write_text("elsewhere")
+    (path,) = locks(instance).iterdir()
+    path.write_text("another kernel")
     check = instance.run_launcher.check_run_worker_health
     assert WorkerStatus.RUNNING == check(run).status
     silent = time.time() - 2 * run_lock._SILENT_S
@@ -192,8 +199,45 @@ def test_a_build_of_another_machine_lives_as_long_as_it_says_so(
     assert WorkerStatus.NOT_FOUND == check(run).status
 
 
-def test_a_build_that_ended_leaves_no_lock(tmp_path: Path):
-    with run_lock.held(tmp_path, "a-run"):
-        assert not run_lock.is_lost(tmp_path, "a-run")
-    assert not run_lock.is_lost(tmp_path, "a-run")
-    assert [] == list((tmp_path / "run_locks").iterdir())
+def test_a_build_that_ended_leaves_no_lock(instance: dg.DagsterInstance):
+    run = instance.create_run_for_job(job)
+    with run_lock.held(instance, run.run_id):
+        assert not run_lock.is_lost(instance, run.run_id)
+    assert not run_lock.is_lost(instance, run.run_id)
+    assert [] == list(locks(instance).iterdir())
+
+
+def test_a_build_whose_end_was_not_written_down_is_lost(instance: dg.DagsterInstance):
+    """Dagster raises what its database said, and the run stays started."""
+    run = instance.create_run_for_job(job)
+    with pytest.raises(ConnectionError), run_lock.held(instance, run.run_id):
+        raise ConnectionError
+    assert run_lock.is_lost(instance, run.run_id)
+    with run_lock.held(instance, instance.create_run_for_job(job).run_id):
+        ended = instance.get_run_by_id(run.run_id)
+        assert ended is not None
+        assert ended.status is dg.DagsterRunStatus.FAILURE
+
+
+def test_what_else_lies_among_the_locks_is_in_no_builds_way(
+    instance: dg.DagsterInstance, caplog: pytest.LogCaptureFixture
+):
+    """It is somebody else's trouble."""
+    locks(instance).mkdir()
+    (locks(instance) / ".nfs000001").write_bytes(b"\xff")
+    odd = locks(instance) / str(uuid.uuid4())
+    odd.mkdir()
+    run = instance.create_run_for_job(job)
+    with run_lock.held(instance, run.run_id):
+        assert locks(instance) / run.run_id in locks(instance).iterdir()
+    assert odd.name in caplog.text
+
+
+def test_without_a_folder_for_its_lock_a_build_goes_on(
+    instance: dg.DagsterInstance, caplog: pytest.LogCaptureFixture
+):
+    """As where the home cannot be written to."""
+    locks(instance).write_text("no folder")
+    with run_lock.held(instance, "a-run"):
+        pass
+    assert "if this run is killed" in caplog.text

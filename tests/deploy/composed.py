@@ -207,7 +207,8 @@ def _path() -> str:
 
 def _lay_out(stack: Composed, catalog: str) -> None:
     """The folders that images, volumes and secrets would be."""
-    for name in ("home", "home/keys", "home/seen", "work", "work/tmp", "s3", "user", "catalog"):
+    home = ("home", "home/keys", "home/seen", "home/run_locks")
+    for name in (*home, "work", "work/tmp", "s3", "user", "catalog"):
         (stack.folder / name).mkdir(parents=True)
     shutil.copy(REPO / "deploy" / "dagster.yaml", stack.folder / "home")
     (stack.folder / "catalog" / "models.yaml").write_text(catalog)

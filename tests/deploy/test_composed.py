@@ -169,6 +169,6 @@ def test_a_run_that_is_lost_with_its_machine_is_started_anew(
     assert [] != store(stack, monkeypatch, "s3://logs/dagster").list("storage")
     assert [] == secrets_in(stack)
     # The image's own folder is read-only.
-    assert {"dagster.yaml", "workspace.yaml", "keys", "seen"} == set(
+    assert {"dagster.yaml", "workspace.yaml", "keys", "run_locks", "seen"} == set(
         os.listdir(stack.folder / "home")
     )

@@ -7,12 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import dagster as dg
 import pytest
 from chain_home import MODEL, Home, stand_in
+from dagster._core.storage.tags import WILL_RETRY_TAG
 from injection import Rule, environment
 
 from tensorize_assets.demo.hub_server import LocalHub, folder_files
@@ -28,7 +30,10 @@ from pathlib import Path
 from chain_home import MODEL, stand_in
 
 from tensorize_assets import build_defs, running
+from tensorize_assets.automation import run_lock
 from tensorize_assets.core.catalog import load_catalog
+
+run_lock._BEAT_S = 0.2
 
 
 def definitions(home, loggers):
@@ -54,18 +59,20 @@ def home(tmp_path: Path, tiny_models: Path) -> Iterator[Home]:
         yield made
 
 
-def _build(home: Home, *rules: Rule) -> int:
+def _build(home: Home, *rules: Rule) -> subprocess.Popen[bytes]:
     path = [Path(part) for part in stand_in().env["PYTHONPATH"].split(os.pathsep)]
     variables = {
         "HF_ENDPOINT": home.endpoint,
         "TENSORIZE_HUB_CACHE": str(home.folder / "hub"),
     }
-    return subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", _BUILD, str(home.folder)],
         env=os.environ | environment(rules, *path) | variables,
         stdin=subprocess.DEVNULL,
-        timeout=_TOO_LONG_S,
-    ).returncode
+    )
+
+
+_LAUNCH = "tensorize_assets.resources.launchers.local:SubprocessLauncher.run"
 
 
 @pytest.mark.fault(
@@ -75,21 +82,60 @@ def _build(home: Home, *rules: Rule) -> int:
 )
 def test_the_next_build_takes_the_place_of_a_killed_one(home: Home, tmp_path: Path) -> None:
     """Nobody else gives its place back, and it would be waited for until the run's last hour."""
-    launch = "tensorize_assets.resources.launchers.local:SubprocessLauncher.run"
-    killed = _build(home, Rule(launch, "before", "kill", str(tmp_path / "fired")))
-    assert killed == -signal.SIGKILL
+    with _build(home, Rule(_LAUNCH, "before", "kill", str(tmp_path / "fired"))) as killed:
+        assert killed.wait(_TOO_LONG_S) == -signal.SIGKILL
     with dg.DagsterInstance.from_config(str(home.folder)) as instance:
         (run,) = instance.get_runs()
         assert run.status is dg.DagsterRunStatus.STARTED
         assert 1 == _places_taken(instance)
-    assert 0 == _build(home)
+    with _build(home) as following:
+        assert following.wait(_TOO_LONG_S) == 0
+    _require_over(home, run.run_id)
+
+
+@pytest.mark.fault(
+    "Kill",
+    "`tensorize build`, while another one waits for its place in a pool: SIGKILL to the command",
+    "its run is failed, and the other one gets the place",
+)
+def test_a_build_that_waits_gets_the_place_of_a_killed_one(home: Home, tmp_path: Path) -> None:
+    """Nobody starts a third one, which would look."""
+    holding = tmp_path / "fired"
+    with _build(home, Rule(_LAUNCH, "before", "hold", str(holding))) as first:
+        _wait(holding.exists)
+        with dg.DagsterInstance.from_config(str(home.folder)) as instance:
+            (run,) = instance.get_runs()
+            with _build(home) as waiting:
+                _wait(lambda: 1 == _places_waited_for(instance))
+                first.kill()
+                assert waiting.wait(_TOO_LONG_S) == 0
+    _require_over(home, run.run_id)
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _TOO_LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _require_over(home: Home, killed: str) -> None:
+    """The killed run is failed for good, no place is taken, and the build is published."""
     with dg.DagsterInstance.from_config(str(home.folder)) as instance:
-        killed_run = instance.get_run_by_id(run.run_id)
-        assert killed_run is not None
-        assert killed_run.status is dg.DagsterRunStatus.FAILURE
+        run = instance.get_run_by_id(killed)
+        assert run is not None
+        assert run.status is dg.DagsterRunStatus.FAILURE
+        # Else no alert is sent: Dagster says that it starts it anew, and cannot.
+        assert run.tags.get(WILL_RETRY_TAG) != "true"
         assert 0 == _places_taken(instance)
     assert [] == list((home.folder / "run_locks").iterdir())
     assert home.channel()
+
+
+def _places_waited_for(instance: dg.DagsterInstance) -> int:
+    storage = instance.event_log_storage
+    pools = storage.get_concurrency_keys()
+    return sum(storage.get_concurrency_info(pool).pending_step_count for pool in pools)
 
 
 def _places_taken(instance: dg.DagsterInstance) -> int:

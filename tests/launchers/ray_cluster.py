@@ -84,7 +84,7 @@ class RayCluster:
     def __enter__(self) -> RayCluster:
         # Ray looks for most of its ports itself, and loses some to others, as we may ours.
         for attempt in Retrying(
-            retry=retry_if_exception_type(RuntimeError),
+            retry=retry_if_exception_type(_EndedError),
             stop=stop_after_attempt(_ATTEMPTS),
             reraise=True,
         ):
@@ -191,11 +191,17 @@ class RayCluster:
     def _wait(self, condition: Any, node: Node) -> None:
         deadline = time.monotonic() + _READY_S
         while not condition():
-            if time.monotonic() > deadline or node.process.poll() is not None:
+            has_ended = node.process.poll() is not None
+            if has_ended or time.monotonic() > deadline:
                 logs = [node.log.read_text(errors="replace") for node in self.nodes]
                 last = ["\n".join(log.splitlines()[-_LAST_LINES:]) for log in logs]
-                raise RuntimeError("the Ray cluster does not start:\n" + "\n\n".join(last))
+                kind = _EndedError if has_ended else RuntimeError
+                raise kind("the Ray cluster does not start:\n" + "\n\n".join(last))
             time.sleep(0.1)
+
+
+class _EndedError(RuntimeError):
+    """A node ended before it was ready."""
 
 
 def _listens(port: int) -> bool:
