@@ -3,8 +3,8 @@
 Such a run lives in a process that no code server started. Killed, it says nothing, and would keep
 its places in the pools, and its partition's only run, for as long as a run may take.
 
-The lock is flock's, on a file in the instance's folder. What it is worth is another machine's to
-say where a file system keeps locks for its own machine only: there the file's age counts, which a
+The lock is flock's, on a file in the instance's folder. Some file systems keep locks for their own
+machine only, where one of another machine looks free: of those the file's age counts, which a
 living run renews.
 """
 
@@ -85,7 +85,7 @@ def _end_lost(instance: dg.DagsterInstance) -> None:
     be ended is told, and in nobody's way.
     """
     storage = instance.event_log_storage
-    for path in sorted(_folder(instance).iterdir()):
+    for path in sorted(_folder(instance).glob("*")):
         run_id = path.name
         try:
             # What else a file system keeps there, such as .nfs…, is of no run.
@@ -144,8 +144,7 @@ def _beat(instance: dg.DagsterInstance, path: Path, ended: threading.Event) -> N
         with suppress(OSError):
             os.utime(path)
         if number % _BEATS_PER_LOOK == 0:
-            with suppress(OSError):
-                _end_lost(instance)
+            _end_lost(instance)
 
 
 def _folder(instance: dg.DagsterInstance) -> Path:
