@@ -29,7 +29,10 @@ LOST = (
     "memory, or its machine went down. Run the command again: what is complete is kept."
 )
 
-_UNTOLD = "if this run is killed, it will count as under way, for it has no lock: %s"
+_UNTOLD = (
+    "if this run is killed, it will count as under way, for it has no lock; let this user write "
+    "there: %s"
+)
 _FOLDER = "run_locks"
 _RUN_ID = re.compile("[0-9a-f-]{36}")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -420,12 +420,13 @@ def _free_ports() -> dict[str, int]:
             return port
 
         ports: dict[str, int] = {}
-        for service in _SERVICES:
-            ports[service] = hold(free_port())
-            ports[f"{service}.grpc"] = hold(free_port())
-        # Whatever it is told, its own worker looks for this twin there.
+        # Whatever it is told, the worker of `admin` looks for its twin there.
         ports["admin"] = hold(free_port(twin=_ADMIN_TWIN))
         ports["admin.grpc"] = hold(ports["admin"] + _ADMIN_TWIN)
+        for service in _SERVICES:
+            if service not in ports:
+                ports[service] = hold(free_port())
+                ports[f"{service}.grpc"] = hold(free_port())
         return ports
 
 

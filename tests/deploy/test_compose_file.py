@@ -180,6 +180,13 @@ def test_the_catalog_that_is_mounted_is_one():
     assert {bucket, logs} == set(buckets.removeprefix("-bucket=").split(","))
 
 
+def test_the_daemon_sees_the_locks_of_builds_that_are_started_by_hand():
+    """Else a killed one counts as under way. A new volume has the owner of the image's folder."""
+    locks = "locks:/opt/tensorize/run_locks"
+    assert ["code", "daemon"] == [name for name in SERVICES if locks in str(SERVICES[name])]
+    assert "/opt/tensorize/run_locks" in DOCKERFILE
+
+
 def test_secrets_are_made_once_and_belong_to_their_owner(tmp_path: Path):
     """A second `make up` that made new ones would lock everybody out of what is there."""
     folder = tmp_path / "secrets"

@@ -97,6 +97,13 @@ def require_whole(home: Home) -> None:
         assert layout.manifest_key(found.channel.current.directory) in keys
 
 
+def places_taken(instance: dg.DagsterInstance) -> int:
+    """In the pools, by steps that run or were killed."""
+    storage = instance.event_log_storage
+    pools = storage.get_concurrency_keys()
+    return sum(len(storage.get_concurrency_info(pool).claimed_slots) for pool in pools)
+
+
 @dataclass(frozen=True)
 class Told:
     """What a run came to: how each step failed that did."""

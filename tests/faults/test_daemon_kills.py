@@ -20,6 +20,7 @@ import dagster as dg
 import psutil
 import pytest
 import yaml
+from chain import places_taken
 from chain_home import MODEL, Home, stand_in
 from injection import Rule, environment
 
@@ -156,9 +157,7 @@ def _require_one_build(home: Home) -> None:
         assert len(keys) == len(set(keys)), keys
         assert 1 == len([run for run in builds if run.is_success])
         # Nothing of a pool is taken any more.
-        storage = instance.event_log_storage
-        for pool in storage.get_concurrency_keys():
-            assert not storage.get_concurrency_info(pool).claimed_slots
+        assert 0 == places_taken(instance)
     assert 1 == len(home.channel())
 
 

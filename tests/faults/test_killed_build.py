@@ -13,6 +13,7 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from chain import places_taken
 from chain_home import MODEL, Home, stand_in
 from dagster._core.storage.tags import WILL_RETRY_TAG
 from injection import Rule, environment
@@ -87,7 +88,7 @@ def test_the_next_build_takes_the_place_of_a_killed_one(home: Home, tmp_path: Pa
     with dg.DagsterInstance.from_config(str(home.folder)) as instance:
         (run,) = instance.get_runs()
         assert run.status is dg.DagsterRunStatus.STARTED
-        assert 1 == _places_taken(instance)
+        assert 1 == places_taken(instance)
     with _build(home) as following:
         assert following.wait(_TOO_LONG_S) == 0
     _require_over(home, run.run_id)
@@ -127,7 +128,7 @@ def _require_over(home: Home, killed: str) -> None:
         assert run.status is dg.DagsterRunStatus.FAILURE
         # Else no alert is sent: Dagster says that it starts it anew, and cannot.
         assert run.tags.get(WILL_RETRY_TAG) != "true"
-        assert 0 == _places_taken(instance)
+        assert 0 == places_taken(instance)
     assert [] == list((home.folder / "run_locks").iterdir())
     assert home.channel()
 
@@ -136,9 +137,3 @@ def _places_waited_for(instance: dg.DagsterInstance) -> int:
     storage = instance.event_log_storage
     pools = storage.get_concurrency_keys()
     return sum(storage.get_concurrency_info(pool).pending_step_count for pool in pools)
-
-
-def _places_taken(instance: dg.DagsterInstance) -> int:
-    storage = instance.event_log_storage
-    pools = storage.get_concurrency_keys()
-    return sum(len(storage.get_concurrency_info(pool).claimed_slots) for pool in pools)
